@@ -1,0 +1,177 @@
+"""The asynchronous front end: many callers, one engine thread.
+
+Invariant: only the engine thread touches the core. Callers send it commands through a queue and get deltas back on their
+own event loops, so that neither can block the other. Leaving a stream early cancels the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llm42.config import EngineConfig
+from llm42.engine.collect import OutputCollector, failure
+from llm42.engine.engine import Engine, Prompt, RequestGroup
+from llm42.engine.request import Request
+from llm42.errors import LLM42Error, RequestError
+from llm42.model.tokenizer import Tokenizer
+from llm42.outputs import RequestOutput
+from llm42.sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """One caller's end: the collector of its group, and the queue of its event loop."""
+
+    def __init__(self, group: RequestGroup, tokenizer: Tokenizer) -> None:
+        self.group = group
+        self.collector = OutputCollector(group, tokenizer)
+        self.items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, item: RequestOutput | Exception) -> None:
+        """Hand an item to the caller; called by the engine thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.items.put_nowait, item)
+        except RuntimeError:
+            logger.debug("the caller's event loop is closed; %s has no reader", self.group.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    stream: _Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    stream: _Stream
+
+
+class AsyncLLM:
+    """A model behind an engine thread.
+
+    Args:
+        model: As for `LLM`.
+        **fields: Fields of `EngineConfig`.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        ValueError: A field is out of range, or does not fit the model.
+    """
+
+    def __init__(self, model: str, **fields: Any) -> None:
+        self._engine = Engine(EngineConfig(model=str(model), **fields))
+        self._commands: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
+        self._streams: dict[Request, _Stream] = {}
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="llm42-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration the engine runs with."""
+        return self._engine.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def system_fingerprint(self) -> str:
+        """The contract's hash: deterministic outputs are equal wherever it is."""
+        return self._engine.system_fingerprint
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream what is committed, as it is committed.
+
+        Each item holds only what is new; the last one is ``finished``. Breaking out of the iteration, or cancelling the
+        task, cancels the request.
+
+        Raises:
+            ValueError: The prompt or a parameter is unusable.
+            QueueFullError: The waiting queue is full.
+            RequestError: The request failed while running, or the engine was closed.
+        """
+        if self._is_closed:
+            raise RequestError("the engine is closed")
+        group = self._engine.make_requests(prompt, sampling_params, request_id)
+        stream = _Stream(group, self.tokenizer)
+        self._commands.put(_Add(stream))
+        is_over = False
+        try:
+            while not is_over:
+                item = await stream.items.get()
+                is_over = isinstance(item, Exception) or item.finished
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not is_over:
+                self._commands.put(_Cancel(stream))
+
+    async def aclose(self) -> None:
+        """Stop the engine thread; running requests end with `RequestError`."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """As `aclose`, blocking."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        # A new thread starts with OpenMP's own thread count, and the count is part of the contract.
+        torch.set_num_threads(self._engine.num_threads)
+        core = self._engine.core
+        while True:
+            while not (core.has_work and self._commands.empty()):
+                command = self._commands.get()
+                if command is None:
+                    self._shut_down()
+                    return
+                self._obey(command)
+            self._publish(core.step())
+
+    def _obey(self, command: _Add | _Cancel) -> None:
+        stream = command.stream
+        if isinstance(command, _Cancel):
+            for sequence in stream.group.sequences:
+                self._engine.core.cancel(sequence)
+                self._streams.pop(sequence, None)
+            return
+        try:
+            self._engine.core.add(stream.group.sequences)
+        except LLM42Error as error:
+            stream.send(error)
+        else:
+            self._streams.update(dict.fromkeys(stream.group.sequences, stream))
+
+    def _publish(self, changed: list[Request]) -> None:
+        """Send each caller what is new, once per step; forget those that have it all."""
+        for stream in {id(stream): stream for request in changed if (stream := self._streams.get(request))}.values():
+            reason = failure(stream.group)
+            if reason is not None:
+                stream.send(RequestError(reason, [stream.collector.take()]))
+                self._obey(_Cancel(stream))
+                continue
+            stream.send(stream.collector.take())
+            if stream.collector.is_finished:
+                for sequence in stream.group.sequences:
+                    del self._streams[sequence]
+
+    def _shut_down(self) -> None:
+        for stream in {id(stream): stream for stream in self._streams.values()}.values():
+            self._obey(_Cancel(stream))
+            stream.send(RequestError("the engine was closed while the request ran"))

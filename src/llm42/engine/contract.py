@@ -1,0 +1,36 @@
+"""The contract: everything that may change bits and is fixed while an engine runs, and its hash, the fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from llm42 import sampling
+from llm42.config import EngineConfig
+from llm42.kernels import attention
+from llm42.model.decoder import Decoder
+
+
+def contract(config: EngineConfig, decoder: Decoder, weights_digest: str) -> dict[str, Any]:
+    """The contract as plain data: the same bits are promised wherever it is equal."""
+    return {
+        "weights": weights_digest,
+        "model": asdict(decoder.config),
+        "dtype": config.dtype,
+        "kernels": decoder.kernels.versions(),
+        "num_threads": torch.get_num_threads(),
+        "canonical_rows": config.canonical_rows,
+        "canonical_logit_rows": config.canonical_logit_rows,
+        "attention": {"query_tile": attention.QUERY_TILE, "key_tile": attention.KEY_TILE},
+        "sampler": sampling.SAMPLER_VERSION,
+    }
+
+
+def fingerprint(contract_data: dict[str, Any]) -> str:
+    """A short name of a contract, as the OpenAI API's ``system_fingerprint``."""
+    canonical = json.dumps(contract_data, sort_keys=True, separators=(",", ":"))
+    return "fp_" + hashlib.sha256(canonical.encode()).hexdigest()[:16]

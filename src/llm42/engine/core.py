@@ -1,0 +1,129 @@
+"""The step loop: plan a pass, execute it, apply what it gave. One thread, no waiting.
+
+Invariant: whatever happens in a pass, every request is afterwards either unharmed or finished with a reason, and the
+memory of finished requests is back in the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from llm42.cache import BlockPool, PrefixCache
+from llm42.config import EngineConfig
+from llm42.engine.request import FinishReason, Request
+from llm42.engine.runner import Runner, SegmentResult
+from llm42.engine.scheduler import Pass, Scheduler, Segment
+from llm42.sampling.sampler import UNUSABLE
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Drives a scheduler and a runner.
+
+    Args:
+        config: The engine's configuration.
+        pool: The block pool that the runner's KV memory belongs to.
+        runner: What executes passes.
+    """
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, runner: Runner) -> None:
+        self.pool = pool
+        self.cache = PrefixCache(pool) if config.enable_prefix_caching else None
+        self.scheduler = Scheduler(config, pool, self.cache)
+        self.runner = runner
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue the sequences of one request, all or none.
+
+        Raises:
+            QueueFullError: The queue has no room for them.
+        """
+        self.scheduler.add(requests)
+
+    def cancel(self, request: Request) -> None:
+        """End a request now and return its memory; harmless if it has ended."""
+        if not request.is_finished:
+            self._finish(request, FinishReason.ABORT)
+
+    def step(self) -> list[Request]:
+        """Run one pass; return the requests that have something new to show or have ended."""
+        work = self.scheduler.plan()
+        if work is None:
+            return []
+        now = time.monotonic()
+        for segment in work.segments:
+            if segment.request.stats.scheduled is None:
+                segment.request.stats.scheduled = now
+        try:
+            results = self.runner.execute(work)
+        except Exception as error:
+            logger.exception("a pass failed; its %d requests are ended", len(work.segments))
+            return self._fail_pass(work, error)
+        return [
+            segment.request
+            for segment, result in zip(work.segments, results, strict=True)
+            if self._apply(segment, result)
+        ]
+
+    def _fail_pass(self, work: Pass, error: Exception) -> list[Request]:
+        for segment in work.segments:
+            self._finish(
+                segment.request, FinishReason.ERROR, f"the pass failed with {type(error).__name__}: {error}"
+            )
+        return [segment.request for segment in work.segments]
+
+    def _apply(self, segment: Segment, result: SegmentResult) -> bool:
+        """Take a segment's result to its request; return whether its caller has something new to see."""
+        request, ledger = segment.request, segment.request.ledger
+        request.prompt_logprobs.extend(result.prompt_logprobs)
+        committed = self._advance(segment, result.generated)
+        usable = committed.index(UNUSABLE) if UNUSABLE in committed else len(committed)
+        if usable < len(committed):
+            ledger.truncate(ledger.num_committed - len(committed) + usable)
+        if usable:
+            request.accept(usable, result.logprobs)
+        if usable < len(committed) and not request.is_finished:
+            self._finish(request, FinishReason.ERROR, "the model's logits are not finite numbers (overflow?)")
+            return True
+        if self.cache is not None:
+            self.cache.publish(request.pages, ledger.token_ids, ledger.watermark)
+        if request.is_finished:
+            self.scheduler.remove(request)
+        else:
+            request.pages.trim(ledger.num_tokens + 1)
+        return usable > 0
+
+    def _advance(self, segment: Segment, generated: list[int]) -> Sequence[int]:
+        """Apply generated tokens to the ledger; return the tokens that were committed."""
+        request, ledger = segment.request, segment.request.ledger
+        if segment.is_draft:
+            if ledger.num_candidates == 0:
+                request.drafting_since = self.scheduler.step
+            if ledger.deterministic:
+                # Any guess is as good as another where the fast path has none.
+                ledger.draft(max(generated[0], 0))
+                return ()
+            ledger.draft(generated[0])
+            return generated
+        had_candidates = ledger.num_candidates > 0
+        verdict = ledger.advance(segment.rows, generated)
+        if verdict is None:
+            return ()
+        request.stats.num_windows += had_candidates
+        request.stats.num_rollbacks += verdict.is_rollback
+        request.stats.num_recomputed_tokens += verdict.num_dropped
+        request.ready_since = None
+        request.drafting_since = self.scheduler.step if ledger.num_candidates else None
+        return verdict.committed
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        request.finish(reason, error)
+        self.scheduler.remove(request)

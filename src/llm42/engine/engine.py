@@ -1,0 +1,197 @@
+"""A loaded engine: the model, its memory and the core, and the one place where calls become requests.
+
+`LLM` and `AsyncLLM` are two ways to drive it. Invariant: nothing invalid gets past `make_requests`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llm42.cache import BlockPool
+from llm42.config import EngineConfig
+from llm42.engine.contract import contract, fingerprint
+from llm42.engine.core import EngineCore
+from llm42.engine.request import Request, SequenceSpec
+from llm42.engine.runner import Runner
+from llm42.engine.selftest import self_test
+from llm42.engine.text import OutputText
+from llm42.kernels import KVPool, create_kernels
+from llm42.model.config import ModelConfig
+from llm42.model.decoder import Decoder, element_types, kv_bytes_per_position
+from llm42.model.hub import resolve_model
+from llm42.model.tokenizer import Tokenizer
+from llm42.model.weights import load_weights, weights_digest
+from llm42.sampling.noise import child_seed, fresh_seed
+from llm42.sampling.params import SamplingParams, validate_for_vocab
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Mapping[str, Any]
+"""A text, or ``{"prompt_token_ids": [...]}``."""
+
+_DEFAULT_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGroup:
+    """One call and the n sequences it became."""
+
+    request_id: str
+    prompt: str | None
+    sequences: tuple[Request, ...]
+
+
+class Engine:
+    """Loads a model and turns prompts into requests.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        ValueError: The configuration does not fit the model.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.model_path = resolve_model(config.model, progress=True)
+        model_config = ModelConfig.from_directory(self.model_path)
+        dtype = element_types()[config.dtype]
+        self.max_model_len, num_blocks = _plan_memory(config, model_config, dtype)
+        self.tokenizer = Tokenizer(self.model_path)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.num_threads = torch.get_num_threads()
+        kernels = create_kernels(config.kernels)
+        weights = load_weights(self.model_path, model_config, dtype)
+        self.decoder = Decoder(model_config, weights, kernels, self.max_model_len)
+        self.contract = contract(config, self.decoder, weights_digest(self.model_path))
+        self.system_fingerprint = fingerprint(self.contract)
+        self.refusal = _refusal(config, self.decoder)
+        pool = BlockPool(num_blocks, config.block_size)
+        kv = KVPool(
+            num_layers=model_config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            num_kv_heads=model_config.num_key_value_heads,
+            head_dim=model_config.head_dim,
+            dtype=dtype,
+            device=self.decoder.device,
+        )
+        self.core = EngineCore(config, pool, Runner(config, self.decoder, kv, config.block_size))
+        self._ids = itertools.count()
+        self._eos = frozenset(model_config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+
+    def make_requests(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> RequestGroup:
+        """Validate a call and make its n sequences, not queued yet.
+
+        Raises:
+            ValueError: The prompt or a parameter is unusable; the message names field and value.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        text, token_ids = self._tokenize(prompt)
+        validate_for_vocab(params, self.decoder.config.vocab_size)
+        if params.deterministic and self.refusal is not None:
+            raise ValueError(f"deterministic=True is refused: {self.refusal}")
+        room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if room < max(1, max_tokens):
+            raise ValueError(
+                f"prompt ({len(token_ids)} tokens) + max_tokens ({max_tokens}) exceeds max_model_len "
+                f"{self.max_model_len}; shorten the prompt or lower max_tokens"
+            )
+        seed = fresh_seed() if params.seed is None else params.seed
+        name = f"request-{next(self._ids)}" if request_id is None else request_id
+        sequences = tuple(
+            Request(
+                SequenceSpec(name, index, token_ids, params, child_seed(seed, index), max_tokens, self._eos),
+                self.core.pool,
+                OutputText(self.tokenizer, params),
+            )
+            for index in range(params.n)
+        )
+        return RequestGroup(name, text, sequences)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            text, token_ids = None, prompt["prompt_token_ids"]
+            _check_token_ids(token_ids, self.decoder.config.vocab_size)
+        else:
+            raise ValueError(f'prompt must be a string or {{"prompt_token_ids": [...]}}, not {prompt!r:.80}')
+        if not token_ids:
+            raise ValueError(f"prompt must have at least one token, and {prompt!r:.80} has none")
+        return text, tuple(token_ids)
+
+
+def _check_token_ids(token_ids: object, vocab_size: int) -> None:
+    if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+        raise ValueError(f"prompt_token_ids must be a list of integers, not {token_ids!r:.80}")
+    for index, token_id in enumerate(token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"prompt_token_ids[{index}] must be an integer of 0..{vocab_size - 1} (the vocabulary), not {token_id!r}"
+            )
+
+
+def _refusal(config: EngineConfig, decoder: Decoder) -> str | None:
+    """Why deterministic requests are refused, or None."""
+    if config.mode == "off":
+        return "the engine runs with mode='off'; start it with mode='verify' or mode='invariant'"
+    reason = self_test(config, decoder)
+    if reason is not None:
+        logger.warning("self-test failed, deterministic requests will be refused: %s", reason)
+        return f"the start-up self-test failed: {reason}"
+    return None
+
+
+def _plan_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """max_model_len, and the number of KV blocks (one of them reserved)."""
+    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} exceeds the model's max_position_embeddings "
+            f"{model.max_position_embeddings}; lower it"
+        )
+    longest = config.max_model_len or model.max_position_embeddings
+    per_block = kv_bytes_per_position(model, dtype) * config.block_size
+    blocks_of_one = -(-longest // config.block_size)
+    if config.kv_cache_bytes is None:
+        available = max(1, _available_memory() // 2 // per_block)
+        wanted = max(_DEFAULT_KV_BYTES // per_block, blocks_of_one)
+        usable = min(wanted, blocks_of_one * config.max_num_seqs, available)
+    else:
+        usable = config.kv_cache_bytes // per_block - 1
+    if usable < 1:
+        raise ValueError(
+            f"kv_cache_bytes {config.kv_cache_bytes} holds no block besides the reserved one; "
+            f"give at least {2 * per_block} bytes"
+        )
+    if usable < blocks_of_one:
+        if config.max_model_len is not None:
+            raise ValueError(
+                f"KV memory of {usable} blocks cannot hold one request of max_model_len {longest}; "
+                f"raise kv_cache_bytes to {(blocks_of_one + 1) * per_block} or lower max_model_len"
+            )
+        longest = usable * config.block_size
+        logger.warning("max_model_len is %d: KV memory holds no more", longest)
+    return longest, usable + 1
+
+
+def _available_memory() -> int:
+    """Bytes of physical memory that are free now; half of all where the system does not tell."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 4 * _DEFAULT_KV_BYTES

@@ -1,0 +1,252 @@
+"""The scheduler: who waits, who runs, and what the next pass carries.
+
+Invariants: memory for a row, and for the row that verifies its token, is reserved before it is planned, so verification
+cannot fail for memory; an ordinary request that a canonical pass had no room for is in the next pass, which is fast.
+Nothing here can change the bits of a deterministic request; only when they come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llm42.cache import BlockPool, OutOfBlocksError, PrefixCache
+from llm42.config import EngineConfig
+from llm42.engine.request import Request
+from llm42.errors import QueueFullError
+from llm42.protocol import GroupingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one request in a pass."""
+
+    request: Request
+    rows: range
+    """Positions of the rows."""
+    is_draft: bool
+    """A single decode row whose token is a candidate (or, of an ordinary request, final); else a canonical window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass to run."""
+
+    segments: tuple[Segment, ...]
+    is_canonical: bool
+
+
+class Scheduler:
+    """Plans passes over the requests it was given.
+
+    Args:
+        config: Mode, sizes and limits.
+        pool: The blocks.
+        cache: The prefix cache, or None.
+    """
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, cache: PrefixCache | None) -> None:
+        self._config = config
+        self._pool = pool
+        self._cache = cache
+        self._policy = GroupingPolicy(config.window_size, config.verify_batch_size)
+        self._left_out = False
+        self.step = 0
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        """In order of arrival."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests that arrive together, all or none.
+
+        Raises:
+            QueueFullError: They do not fit the queue.
+        """
+        requests = list(requests)
+        if len(self.waiting) + len(requests) > self._config.max_queue_len:
+            raise QueueFullError(
+                f"max_queue_len is {self._config.max_queue_len} and {len(self.waiting)} requests wait: "
+                f"no room for {len(requests)} more; retry later or raise max_queue_len"
+            )
+        self.waiting.extend(requests)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request and return its memory; harmless if it is gone already."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.pages.free()
+
+    def plan(self) -> Pass | None:
+        """The next pass; None if nothing can run, which means that nothing is left."""
+        self.step += 1
+        self._reserve()
+        self._admit()
+        work = _Work.sort(self.running, self._policy, self.step, is_invariant=self._config.mode == "invariant")
+        if self._is_canonical_due(work):
+            segments = self._fill_canonical(work)
+            planned = {id(segment.request) for segment in segments}
+            self._left_out = any(id(request) not in planned for request in work.ordinary)
+            result = Pass(tuple(segments), is_canonical=True)
+        else:
+            rows = sorted(work.ordinary + work.drafting, key=lambda request: request.last_step)
+            self._left_out = False
+            result = Pass(
+                tuple(_decode_row(request) for request in rows[: self._config.pass_rows]), is_canonical=False
+            )
+        for segment in result.segments:
+            segment.request.last_step = self.step
+        return result if result.segments else None
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's memory; it is rebuilt by canonical passes when its turn comes again."""
+        self.running.remove(request)
+        request.pages.free()
+        request.stats.num_recomputed_tokens += request.ledger.preempt()
+        request.stats.num_preemptions += 1
+        request.drafting_since = request.ready_since = None
+        self.waiting.appendleft(request)
+
+    def _reserve(self) -> None:
+        """Slots for the next row of everyone who decodes, and for the row that verifies its token."""
+        for request in list(self.running):
+            if request not in self.running or request.ledger.is_prefilling:
+                continue
+            needed = min(request.ledger.num_tokens + 1, request.max_positions)
+            while request in self.running:
+                try:
+                    request.pages.grow(needed)
+                    break
+                except OutOfBlocksError:
+                    self.preempt(self.running[-1])
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._config.max_num_seqs:
+            request = self.waiting[0]
+            ledger = request.ledger
+            blocks, parent = [], 0
+            if self._cache is not None and not request.wants_prompt_logprobs:
+                blocks, parent = self._cache.match(ledger.token_ids[: ledger.num_tokens - 1])
+            total = self._pool.blocks_for(min(ledger.num_tokens + 1, request.max_positions))
+            available = self._pool.num_free - sum(self._pool.references(block) == 0 for block in blocks)
+            # One spare block for each running request: who is admitted should not be preempted at once.
+            if total - len(blocks) + len(self.running) > available and self.running:
+                return
+            self.waiting.popleft()
+            request.pages.adopt(blocks, parent)
+            request.pages.grow(total * self._pool.block_size)
+            ledger.restore(len(blocks) * self._pool.block_size)
+            if ledger.num_committed == 0:
+                request.stats.num_cached_tokens = ledger.num_computed
+            self.running.append(request)
+
+    def _is_canonical_due(self, work: _Work) -> bool:
+        if self._config.mode == "invariant":
+            return True
+        if self._left_out and work.ordinary:
+            return False
+        if work.prefilling or not (work.ordinary or work.drafting):
+            return True
+        states = [request.window_state(self.step) for request in work.decoding]
+        return self._policy.should_launch(states, self._config.canonical_budget)
+
+    def _fill_canonical(self, work: _Work) -> list[Segment]:
+        """Due windows and prompts first, as far as decode rows leave them room; then these; then whatever fits."""
+        budget = self._config.canonical_budget
+        fill = _Fill(budget)
+        ready = work.ready[: self._config.verify_batch_size]
+        reserved = min(len(work.ordinary) + len(work.decoding) - len(ready), budget // 2)
+        for request in ready + work.prefilling:
+            limit = self._config.window_size if request in ready else budget
+            fill.add_window(request, min(limit, fill.free - reserved))
+        for request in sorted(work.ordinary, key=lambda request: request.last_step):
+            if self._config.mode == "invariant":
+                fill.add_window(request, min(1, fill.free))
+            elif fill.free:
+                fill.add(_decode_row(request))
+        for request in work.prefilling:
+            fill.extend_window(request)
+        others = sorted(
+            (request for request in work.decoding if not fill.has(request)), key=lambda request: request.last_step
+        )
+        for index, request in enumerate(others):
+            window = min(self._config.window_size, request.ledger.num_candidates + 1)
+            if fill.free - window >= len(others) - index - 1 or request not in work.drafting:
+                fill.add_window(request, min(window, fill.free))
+            elif fill.free:
+                fill.add(_decode_row(request))
+        return fill.segments
+
+
+@dataclass(slots=True)
+class _Work:
+    """The running requests by what they need next."""
+
+    prefilling: list[Request]
+    ordinary: list[Request]
+    """Ordinary requests that decode."""
+    decoding: list[Request]
+    """Deterministic requests that decode; the next two are subsets."""
+    ready: list[Request]
+    drafting: list[Request]
+
+    @classmethod
+    def sort(cls, running: list[Request], policy: GroupingPolicy, step: int, *, is_invariant: bool) -> _Work:
+        work = cls([], [], [], [], [])
+        for request in running:
+            if request.ledger.is_prefilling:
+                work.prefilling.append(request)
+            elif not request.ledger.deterministic:
+                work.ordinary.append(request)
+            else:
+                work.decoding.append(request)
+                state = request.window_state(step)
+                if policy.is_ready(state):
+                    work.ready.append(request)
+                    if request.ready_since is None:
+                        request.ready_since = step
+                if policy.can_draft(state) and not is_invariant:
+                    work.drafting.append(request)
+        work.ready.sort(key=lambda request: request.ready_since or step)
+        return work
+
+
+class _Fill:
+    """The segments of a canonical pass while it fills."""
+
+    def __init__(self, budget: int) -> None:
+        self.free = budget
+        self._segments: dict[int, Segment] = {}
+
+    @property
+    def segments(self) -> list[Segment]:
+        return list(self._segments.values())
+
+    def has(self, request: Request) -> bool:
+        return id(request) in self._segments
+
+    def add(self, segment: Segment) -> None:
+        self._segments[id(segment.request)] = segment
+        self.free -= len(segment.rows)
+
+    def add_window(self, request: Request, limit: int) -> None:
+        if limit > 0:
+            self.add(Segment(request, request.ledger.next_rows(limit), is_draft=False))
+
+    def extend_window(self, request: Request) -> None:
+        """Give a request's window the rows that are still free."""
+        segment = self._segments.pop(id(request), None)
+        taken = 0 if segment is None else len(segment.rows)
+        self.free += taken
+        self.add_window(request, self.free)
+
+
+def _decode_row(request: Request) -> Segment:
+    position = request.ledger.num_tokens - 1
+    return Segment(request, range(position, position + 1), is_draft=True)

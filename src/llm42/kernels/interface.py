@@ -1,0 +1,159 @@
+"""The kernel interface: what a backend implements, and the data it is handed.
+
+A backend keeps two promises, which the start-up self-test checks: at one fixed number of rows a row's result does not
+depend on its index or its neighbours, and attention of a row in a canonical pass depends on nothing but its own query,
+its position and the KV of the positions up to it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from llm42.cache.block_pool import PADDING_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class RowSegment:
+    """Consecutive rows of one request in a pass."""
+
+    row: int
+    """Index of the first row in the pass."""
+    start: int
+    """Position of the first row in its sequence."""
+    length: int
+    blocks: Sequence[int]
+    """The request's page table, as far as the segment's last position."""
+
+
+class RowBatch:
+    """The rows of one pass, on the host: where each lies in its sequence and in KV memory.
+
+    Rows past the last segment are padding: position 0, writing to the padding slot, attended by nobody.
+
+    Args:
+        segments: In row order, without gaps from row 0 on.
+        num_rows: Rows of the pass, padding included.
+        block_size: Positions of one KV block.
+        is_canonical: Whether attention must use its canonical configuration.
+    """
+
+    def __init__(self, segments: Sequence[RowSegment], num_rows: int, block_size: int, *, is_canonical: bool) -> None:
+        self.segments = segments
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.is_canonical = is_canonical
+        self.positions = np.zeros(num_rows, dtype=np.int64)
+        self.slots = np.full(num_rows, PADDING_SLOT, dtype=np.int64)
+        for segment in segments:
+            rows = slice(segment.row, segment.row + segment.length)
+            positions = np.arange(segment.start, segment.start + segment.length)
+            blocks = np.asarray(segment.blocks, dtype=np.int64)
+            self.positions[rows] = positions
+            self.slots[rows] = blocks[positions // block_size] * block_size + positions % block_size
+
+
+class KVPool:
+    """KV memory of all layers, zero at the start.
+
+    Args:
+        num_layers, num_blocks, block_size, num_kv_heads, head_dim: The shape: each layer has keys and values of
+            ``[num_blocks * block_size, num_kv_heads, head_dim]``.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each ``[num_slots, num_kv_heads, head_dim]``."""
+        return self.data[index, 0], self.data[index, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLinear:
+    """A linear layer in the form its backend wants it; ``weight`` is ``[out_features, in_features]``."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    """The model's dtype: what goes in and comes out, whatever the weight is stored as."""
+
+
+class Kernels(ABC):
+    """A backend. All activations are ``[rows, features]`` in the model's dtype."""
+
+    name: str
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Everything about this backend and this machine that may change bits; part of the contract."""
+
+    @abstractmethod
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
+        """Bring a linear layer's weights into the backend's form, once."""
+
+    @abstractmethod
+    def linear(self, x: torch.Tensor, linear: PreparedLinear) -> torch.Tensor:
+        """``x [rows, in_features]`` to ``[rows, out_features]``, accumulated in fp32 at least."""
+
+    @abstractmethod
+    def embedding(self, token_ids: torch.Tensor, table: PreparedLinear) -> torch.Tensor:
+        """Rows of the table ``[vocab, hidden]`` for int64 ids ``[rows]``."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(rms_norm(x + residual), x + residual)``, both ``[rows, hidden]``."""
+
+    @abstractmethod
+    def rms_norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm over the last dimension of ``[rows, heads, head_dim]`` (QK norm)."""
+
+    @abstractmethod
+    def begin_pass(self, batch: RowBatch, device: torch.device) -> Any:
+        """Prepare what all layers of a pass share; the value is handed back to the two operations below."""
+
+    @abstractmethod
+    def rope_and_store_kv(
+        self,
+        plan: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: torch.Tensor | None,
+        kv: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Rotate ``q [rows, heads, head_dim]`` and ``k``, write k and v to the rows' slots, return the rotated q.
+
+        ``rope`` is ``[max_positions, 2, head_dim / 2]`` (cos, sin) in fp32; None for layers without rotary embedding.
+        """
+
+    @abstractmethod
+    def paged_attention(
+        self, plan: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attention of each row over positions 0..p of its own sequence (the last ``window`` of them, if given).
+
+        Returns ``[rows, heads * head_dim]``; padding rows get zeros.
+        """
+
+    @abstractmethod
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` for ``[rows, 2 * intermediate]`` to ``[rows, intermediate]``."""

@@ -1,0 +1,150 @@
+"""One decoder for the Llama family: embedding, layers, final norm and lm_head, with everything optional by configuration.
+
+Covers RMSNorm pre-norm decoders with SwiGLU, grouped queries, rotary embedding, and per model QKV/O/MLP biases, QK norm,
+sliding windows, layers without rotary embedding, and tied embeddings. Q, K and V are one linear, gate and up another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from llm42.kernels import Kernels, KVPool, PreparedLinear, RowBatch
+from llm42.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: PreparedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: PreparedLinear
+    post_attention_norm: torch.Tensor
+    gate_up: PreparedLinear
+    down: PreparedLinear
+    window: int | None
+    has_rope: bool
+
+
+class Decoder:
+    """The model's weights, prepared for one kernel backend.
+
+    Args:
+        config: The model.
+        weights: The tensors `llm42.model.weights.load_weights` gives; emptied while they are prepared, so that no
+            second copy of the model is held.
+        kernels: The backend.
+        max_model_len: Positions the rotary table must cover.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, torch.Tensor], kernels: Kernels, max_model_len: int
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        embedding = weights.pop("model.embed_tokens.weight")
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        self._embedding = kernels.prepare_linear(embedding)
+        del embedding
+        self._layers = [_prepare_layer(config, weights, kernels, index) for index in range(config.num_hidden_layers)]
+        self._norm = weights.pop("model.norm.weight")
+        self._lm_head = (
+            self._embedding if config.tie_word_embeddings else kernels.prepare_linear(weights.pop("lm_head.weight"))
+        )
+        self._rope = _rope_table(config, max_model_len).to(self.device)
+
+    @property
+    def linears(self) -> dict[str, PreparedLinear]:
+        """The linear layers by name, one of each kind (all layers have the same shapes)."""
+        layer = self._layers[0]
+        return {
+            "qkv": layer.qkv,
+            "o": layer.o,
+            "gate_up": layer.gate_up,
+            "down": layer.down,
+        }
+
+    @property
+    def lm_head(self) -> PreparedLinear:
+        """The output projection, ``[vocab, hidden]``."""
+        return self._lm_head
+
+    def forward(self, token_ids: torch.Tensor, batch: RowBatch, kv: KVPool) -> torch.Tensor:
+        """Run the layers over one pass and write its KV.
+
+        Args:
+            token_ids: int64 ``[rows]``; padding rows may hold any id.
+            batch: Where the rows lie.
+            kv: The pool that is read and written.
+
+        Returns:
+            The final hidden states after the last norm, ``[rows, hidden]`` in the model's dtype.
+        """
+        kernels, config = self.kernels, self.config
+        plan = kernels.begin_pass(batch, self.device)
+        scale = config.head_dim**-0.5
+        sizes = [heads * config.head_dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        x = kernels.embedding(token_ids, self._embedding)
+        residual: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            x, residual = kernels.add_rms_norm(x, residual, layer.input_norm, config.rms_norm_eps)
+            q, k, v = (
+                part.unflatten(-1, (-1, config.head_dim)) for part in kernels.linear(x, layer.qkv).split(sizes, dim=-1)
+            )
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = kernels.rms_norm_heads(q, layer.q_norm, config.rms_norm_eps)
+                k = kernels.rms_norm_heads(k, layer.k_norm, config.rms_norm_eps)
+            layer_kv = kv.layer(index)
+            q = kernels.rope_and_store_kv(plan, q, k, v, self._rope if layer.has_rope else None, layer_kv)
+            x = kernels.linear(kernels.paged_attention(plan, q, layer_kv, scale, layer.window), layer.o)
+            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, config.rms_norm_eps)
+            x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
+        return kernels.add_rms_norm(x, residual, self._norm, config.rms_norm_eps)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[rows, hidden]`` to logits ``[rows, vocab]`` in the model's dtype."""
+        return self.kernels.linear(hidden, self._lm_head)
+
+
+def _prepare_layer(config: ModelConfig, weights: dict[str, torch.Tensor], kernels: Kernels, index: int) -> _Layer:
+    prefix = f"model.layers.{index}."
+
+    def fused(names: tuple[str, ...], *, has_bias: bool) -> PreparedLinear:
+        weight = torch.cat([weights.pop(f"{prefix}{name}.weight") for name in names])
+        bias = torch.cat([weights.pop(f"{prefix}{name}.bias") for name in names]) if has_bias else None
+        return kernels.prepare_linear(weight, bias)
+
+    return _Layer(
+        input_norm=weights.pop(f"{prefix}input_layernorm.weight"),
+        qkv=fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), has_bias=config.qkv_bias),
+        q_norm=weights.pop(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
+        k_norm=weights.pop(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
+        o=fused(("self_attn.o_proj",), has_bias=config.o_bias),
+        post_attention_norm=weights.pop(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=fused(("mlp.gate_proj", "mlp.up_proj"), has_bias=config.mlp_bias),
+        down=fused(("mlp.down_proj",), has_bias=config.mlp_bias),
+        window=config.sliding_windows[index],
+        has_rope=config.rope_layers[index],
+    )
+
+
+def _rope_table(config: ModelConfig, max_model_len: int) -> torch.Tensor:
+    """cos and sin of every position, fp32 ``[max_model_len, 2, head_dim / 2]``."""
+    angles = torch.outer(torch.arange(max_model_len).float(), config.rope.inverse_frequencies(config.head_dim))
+    # In fp64, so that no position's value can depend on where in the table a vector loop ends.
+    angles = angles.double()
+    return (torch.stack((angles.cos(), angles.sin()), dim=1) * config.rope.attention_scaling).float()
+
+
+def kv_bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of KV memory that one position takes in all layers together."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
+def element_types() -> Mapping[str, torch.dtype]:
+    """The dtypes a model can be loaded in, by their configuration name."""
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
