@@ -50,7 +50,7 @@ class EngineConfig:
     """Requests that may wait; one more is refused."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
+        if not self.model:
             raise ValueError(f"model must be a name, a directory, a GGUF file or a hub id, not {self.model!r}")
         for name, choices in (("mode", MODES), ("dtype", DTYPES), ("kernels", KERNELS)):
             value = getattr(self, name)

@@ -1,7 +1,7 @@
 """The asynchronous front end: many callers, one engine thread.
 
-Invariant: only the engine thread touches the core. Callers send it commands through a queue and get deltas back on their
-own event loops, so that neither can block the other. Leaving a stream early cancels the request.
+Invariant: only the engine thread touches the core. Callers send it commands through a queue and get deltas back on
+their own event loops, so that neither can block the other. Leaving a stream early cancels the request.
 """
 
 from __future__ import annotations

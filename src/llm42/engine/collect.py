@@ -26,6 +26,7 @@ class OutputCollector:
 
     @property
     def is_finished(self) -> bool:
+        """Whether all sequences of the group have ended."""
         return all(sequence.is_finished for sequence in self.group.sequences)
 
     def take(self) -> RequestOutput:

@@ -75,9 +75,7 @@ class EngineCore:
 
     def _fail_pass(self, work: Pass, error: Exception) -> list[Request]:
         for segment in work.segments:
-            self._finish(
-                segment.request, FinishReason.ERROR, f"the pass failed with {type(error).__name__}: {error}"
-            )
+            self._finish(segment.request, FinishReason.ERROR, f"the pass failed with {type(error).__name__}: {error}")
         return [segment.request for segment in work.segments]
 
     def _apply(self, segment: Segment, result: SegmentResult) -> bool:

@@ -141,9 +141,7 @@ def _check_token_ids(token_ids: object, vocab_size: int) -> None:
         raise ValueError(f"prompt_token_ids must be a list of integers, not {token_ids!r:.80}")
     for index, token_id in enumerate(token_ids):
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"prompt_token_ids[{index}] must be an integer of 0..{vocab_size - 1} (the vocabulary), not {token_id!r}"
-            )
+            raise ValueError(f"prompt_token_ids[{index}] must be an integer of 0..{vocab_size - 1}, not {token_id!r}")
 
 
 def _refusal(config: EngineConfig, decoder: Decoder) -> str | None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 from typing_extensions import Self
@@ -119,7 +119,9 @@ class LLM:
             use_tqdm: As in `generate`.
             **template_fields: Handed to the template (``add_generation_prompt``, ``enable_thinking``, ...).
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations = cast(
+            "Sequence[Messages]", [messages] if messages and isinstance(messages[0], Mapping) else messages
+        )
         prompts = [
             {"prompt_token_ids": self.tokenizer.apply_chat_template(conversation, **template_fields)}
             for conversation in conversations
@@ -153,7 +155,9 @@ class LLM:
                         continue
                     done = sum(collector.is_finished for collector in collectors)
                     num_tokens = sum(seq.ledger.num_committed for group in groups for seq in group.sequences)
-                    bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.1f} tok/s", refresh=False)
+                    bar.set_postfix_str(
+                        f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.1f} tok/s", refresh=False
+                    )
                     bar.update(done - num_done)
                     num_done = done
             except BaseException:

@@ -1,7 +1,7 @@
 """One output sequence on its way through the engine, and the stop rules.
 
-Invariant: everything a caller sees (tokens, text, log-probabilities, finish reason) is derived from committed tokens, in
-order, one at a time; candidates touch the ledger only.
+Invariant: everything a caller sees (tokens, text, log-probabilities, finish reason) is derived from committed tokens,
+in order, one at a time; candidates touch the ledger only.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the output has ended, for whatever reason."""
         return self.finish_reason is not None
 
     @property

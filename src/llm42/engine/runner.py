@@ -19,6 +19,7 @@ from llm42.model.decoder import Decoder
 from llm42.sampling.logprobs import TokenLogprobs, token_logprobs
 from llm42.sampling.sampler import UNUSABLE, sample
 
+
 @dataclass(slots=True)
 class SegmentResult:
     """What a pass gave for one segment."""
@@ -52,7 +53,9 @@ class Runner:
     @torch.inference_mode()
     def execute(self, work: Pass) -> list[SegmentResult]:
         """Run the pass; one result per segment, in order."""
-        segments, logit_rows, token_ids = [], [], []
+        segments: list[RowSegment] = []
+        logit_rows: list[_LogitRow] = []
+        token_ids: list[int] = []
         for index, segment in enumerate(work.segments):
             ledger, rows = segment.request.ledger, segment.rows
             row = len(token_ids)

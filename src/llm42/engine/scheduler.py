@@ -59,6 +59,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -97,9 +98,7 @@ class Scheduler:
         else:
             rows = sorted(work.ordinary + work.drafting, key=lambda request: request.last_step)
             self._left_out = False
-            result = Pass(
-                tuple(_decode_row(request) for request in rows[: self._config.pass_rows]), is_canonical=False
-            )
+            result = Pass(tuple(_decode_row(request) for request in rows[: self._config.pass_rows]), is_canonical=False)
         for segment in result.segments:
             segment.request.last_step = self.step
         return result if result.segments else None
@@ -130,7 +129,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self._config.max_num_seqs:
             request = self.waiting[0]
             ledger = request.ledger
-            blocks, parent = [], 0
+            blocks: list[int] = []
+            parent = 0
             if self._cache is not None and not request.wants_prompt_logprobs:
                 blocks, parent = self._cache.match(ledger.token_ids[: ledger.num_tokens - 1])
             total = self._pool.blocks_for(min(ledger.num_tokens + 1, request.max_positions))

@@ -124,7 +124,7 @@ def tiled_attention(
     plan: AttentionPlan, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float, window: int | None
 ) -> torch.Tensor:
     """Attention of the rows ``q [rows, heads, head_dim]``; see `Kernels.paged_attention`."""
-    num_rows, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     num_kv_heads = kv[0].shape[1]
     group = num_heads // num_kv_heads
     tiles, query_tile = plan.num_tiles, plan.query_tile

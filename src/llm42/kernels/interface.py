@@ -7,6 +7,7 @@ its position and the KV of the positions up to it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +79,12 @@ class KVPool:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            # Zeroed by the operating system when first touched: memory that is never used is never taken.
+            memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+            self.data = torch.from_numpy(memory).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each ``[num_slots, num_kv_heads, head_dim]``."""

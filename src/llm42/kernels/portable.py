@@ -92,10 +92,11 @@ class PortableKernels(Kernels):
 
 def has_native_gemm(dtype: torch.dtype) -> bool:
     """Whether this CPU's GEMM library has real kernels for the dtype, rather than a scalar fallback."""
+    # What torch itself asks before it dispatches to oneDNN; there is no public name for it.
     if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
     if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())  # noqa: SLF001
     return True
 
 

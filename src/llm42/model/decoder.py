@@ -1,7 +1,8 @@
-"""One decoder for the Llama family: embedding, layers, final norm and lm_head, with everything optional by configuration.
+"""One decoder for the Llama family: embedding, layers, final norm and lm_head, all options by configuration.
 
-Covers RMSNorm pre-norm decoders with SwiGLU, grouped queries, rotary embedding, and per model QKV/O/MLP biases, QK norm,
-sliding windows, layers without rotary embedding, and tied embeddings. Q, K and V are one linear, gate and up another.
+Covers RMSNorm pre-norm decoders with SwiGLU, grouped queries, rotary embedding, and per model QKV/O/MLP biases, QK
+norm, sliding windows, layers without rotary embedding, and tied embeddings. Q, K and V are one linear, gate and up
+another.
 """
 
 from __future__ import annotations
@@ -92,9 +93,8 @@ class Decoder:
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             x, residual = kernels.add_rms_norm(x, residual, layer.input_norm, config.rms_norm_eps)
-            q, k, v = (
-                part.unflatten(-1, (-1, config.head_dim)) for part in kernels.linear(x, layer.qkv).split(sizes, dim=-1)
-            )
+            parts = torch.split(kernels.linear(x, layer.qkv), sizes, dim=-1)
+            q, k, v = (part.view(part.shape[0], -1, config.head_dim) for part in parts)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = kernels.rms_norm_heads(q, layer.q_norm, config.rms_norm_eps)
                 k = kernels.rms_norm_heads(k, layer.k_norm, config.rms_norm_eps)
@@ -133,7 +133,7 @@ def _prepare_layer(config: ModelConfig, weights: dict[str, torch.Tensor], kernel
 
 
 def _rope_table(config: ModelConfig, max_model_len: int) -> torch.Tensor:
-    """cos and sin of every position, fp32 ``[max_model_len, 2, head_dim / 2]``."""
+    """Cosines and sines of every position, fp32 ``[max_model_len, 2, head_dim / 2]``."""
     angles = torch.outer(torch.arange(max_model_len).float(), config.rope.inverse_frequencies(config.head_dim))
     # In fp64, so that no position's value can depend on where in the table a vector loop ends.
     angles = angles.double()

@@ -1,0 +1,78 @@
+"""The command line: one module per command. May import everything; nothing imports it.
+
+Invariant: importing this package does not import torch, so that `llm42 --help` is instant; commands import what they
+need when they run. Results go to stdout, everything else (progress, summaries, errors) to stderr. Exit status: 0 done,
+1 failed, 2 bad input, 130 cancelled.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from llm42 import __version__
+from llm42.cli.demo import demo
+from llm42.cli.pull import pull
+from llm42.cli.run import run
+
+_EPILOG = """
+**Examples**
+
+`llm42 pull smollm2-135m-instruct` : get a small model once (93 MB), without any account
+
+`llm42 run smollm2-135m-instruct "Why is the sky blue?"` : chat, streamed
+
+`llm42 run smollm2-135m-instruct "Once upon a time" --raw --deterministic --temperature 0.8 --seed 42` : the same bits
+
+`llm42 demo` : the same prompts alone and in a busy batch, ordinary and deterministic
+
+Each command has its own help: `llm42 run --help`
+"""
+
+_RUN_EPILOG = """
+**Examples**
+
+`llm42 run smollm2-135m-instruct "Why is the sky blue?" --deterministic`
+
+`llm42 run ./model.gguf --raw --temperature 0.7 --stop "The end" < story.txt`
+"""
+
+app = typer.Typer(
+    name="llm42",
+    help="LLM inference with verified determinism: deterministic requests return the same bits in any batch.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,  # a traceback of an unexpected error is for a bug report: plain and complete
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(epilog=_RUN_EPILOG)(run)
+app.command()(pull)
+app.command()(demo)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"llm42 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of `llm42` and `python -m llm42`; exits the process."""
+    for stream in (sys.stdout, sys.stderr):
+        # A model may emit any character; a terminal that cannot show one must not end the run.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app()
