@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType, TokenType
+
+from llm42.errors import ModelError
+from llm42.model.gguf import convert_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -174,6 +178,21 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return expected
+
+
+def refusal(path: Path, *args: Any, **kwargs: Any) -> str:
+    """The message with which the tiny GGUF file written by these arguments is refused."""
+    write_tiny_gguf(path, *args, **kwargs)
+    return refusal_of(path)
+
+
+def refusal_of(path: Path) -> str:
+    """The message with which the file is refused; it names the file, and nothing is left beside it."""
+    with pytest.raises(ModelError) as caught:
+        convert_gguf(path, path.parent / "out")
+    assert str(path) in str(caught.value)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    return str(caught.value)
 
 
 def _all_keys(architecture: str, vocabulary: Vocabulary, extra: Mapping[str, Any]) -> dict[str, Any]:

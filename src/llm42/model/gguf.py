@@ -8,6 +8,7 @@ whatever the size of the model. llama.cpp stores the rows of Llama's Q and K pro
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from llm42.errors import ModelError
@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 """Called as (elements done, elements in all), from 0 up to all of them."""
 
 _SLICE_ELEMENTS: Final = 1 << 22
-_SAFETENSORS_DTYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_DTYPES: Final = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4)}  # safetensors' name, bytes
 _IGNORED_TENSORS: Final = (ROPE_FACTORS_TENSOR,)  # read as part of the configuration
 
 
@@ -65,9 +65,9 @@ def convert_gguf(gguf_path: Path, out_dir: Path, progress: Progress | None = Non
         config = build_config(file)
         outputs = _plan(file, config, architecture)
         dtype = _stored_dtype(outputs)
-        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        config["torch_dtype"] = dtype
         tokenizer = build_tokenizer(file, config["vocab_size"])
-        partial = partial_directory(out_dir)
+        partial = _partial_directory(out_dir)
         partial.mkdir(parents=True)
         try:
             _write_json_files(partial, config, tokenizer)
@@ -77,14 +77,14 @@ def convert_gguf(gguf_path: Path, out_dir: Path, progress: Progress | None = Non
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def partial_directory(out_dir: Path) -> Path:
+def _partial_directory(out_dir: Path) -> Path:
     """A fresh name beside `out_dir` for a conversion in progress; `stale_partials` finds what a killed one left."""
     return out_dir.with_name(f".{out_dir.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
 
 
 def stale_partials(out_dir: Path) -> list[Path]:
     """Directories that conversions into `out_dir` have not finished; only to be removed while none can be running."""
-    return sorted(out_dir.parent.glob(f".{out_dir.name}.*.partial"))
+    return sorted(out_dir.parent.glob(f".{glob.escape(out_dir.name)}.*.partial"))
 
 
 def _publish(partial: Path, out_dir: Path) -> None:
@@ -161,13 +161,13 @@ def _check_readable(path: Path, tensor_type: GGMLQuantizationType) -> None:
         ) from error
 
 
-def _stored_dtype(outputs: list[_Output]) -> torch.dtype:
+def _stored_dtype(outputs: list[_Output]) -> str:
     types = {output.source.type for output in outputs if len(output.source.shape) > 1}
     if types == {GGMLQuantizationType.F16}:
-        return torch.float16
+        return "float16"
     if types <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32, GGMLQuantizationType.F64}:
-        return torch.float32
-    return torch.bfloat16
+        return "float32"
+    return "bfloat16"
 
 
 def _halves_order(num_rows: int, num_heads: int) -> npt.NDArray[np.int64]:
@@ -193,23 +193,22 @@ def _slices(file: GGUFFile, output: _Output) -> Iterator[npt.NDArray[np.float32]
         yield file.rows(info, start, min(start + step, num_rows))
 
 
-def _write_weights(
-    path: Path, file: GGUFFile, outputs: list[_Output], dtype: torch.dtype, progress: Progress | None
-) -> None:
+def _write_weights(path: Path, file: GGUFFile, outputs: list[_Output], dtype: str, progress: Progress | None) -> None:
     """Write the safetensors file: a 64-bit header length, a JSON header, then the tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    stored_name, item_bytes = _DTYPES[dtype]
     offset = 0
     for output in outputs:
-        end = offset + math.prod(output.source.shape) * dtype.itemsize
+        end = offset + math.prod(output.source.shape) * item_bytes
         header[output.name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "dtype": stored_name,
             "shape": list(output.source.shape),
             "data_offsets": [offset, end],
         }
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format aligns the data to 8 bytes
-    done, total = 0, offset // dtype.itemsize
+    done, total = 0, offset // item_bytes
     with path.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for output in outputs:
@@ -221,13 +220,22 @@ def _write_weights(
         _flush(stream)
 
 
-def _encode(path: Path, info: TensorInfo, values: npt.NDArray[np.float32], dtype: torch.dtype) -> bytes:
-    converted = torch.from_numpy(np.require(values, requirements=["C", "W"])).to(dtype)
-    if not bool(torch.isfinite(converted).all()):
-        raise ModelError(
-            f"{path}: tensor {info.name!r} holds values that are not finite as {dtype}; the file is corrupt"
-        )
-    return converted.view(torch.uint8).numpy().tobytes()
+def _encode(path: Path, info: TensorInfo, values: npt.NDArray[np.float32], dtype: str) -> bytes:
+    with np.errstate(over="ignore"):
+        encoded = _round_to_bfloat16(values) if dtype == "bfloat16" else values.astype(dtype)
+    finite = (encoded & 0x7F80) != 0x7F80 if dtype == "bfloat16" else np.isfinite(encoded)
+    if not (finite.all() and np.isfinite(values).all()):
+        raise ModelError(f"{path}: tensor {info.name!r} has values that are not finite in {dtype}; the file is corrupt")
+    return bytes(np.ascontiguousarray(encoded).data)
+
+
+def _round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest, ties to even; meaningless for NaN.
+
+    NumPy has no bfloat16, and torch's conversion would start a thread pool that stalls on a busy machine.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 
 def _write_json_files(directory: Path, config: Mapping[str, Any], tokenizer: TokenizerFiles) -> None:

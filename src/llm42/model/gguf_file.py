@@ -89,7 +89,7 @@ class _HeaderReader:
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8 ({error.reason} in {raw[:32]!r})") from error
 
-    def value(self, raw_type: int, what: str, depth: int = 0) -> Any:  # noqa: ANN401  a GGUF value has a dynamic type
+    def value(self, raw_type: int, what: str, depth: int = 0) -> Any:
         try:
             value_type = GGUFValueType(raw_type)
         except ValueError as error:

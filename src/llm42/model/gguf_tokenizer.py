@@ -115,7 +115,8 @@ class _Vocabulary:
         for token_id in used if len(mapping) < len(used) else []:
             if (other := mapping[self.tokens[token_id]]) != token_id:
                 raise ModelError(
-                    f"{self.file.path}: tokenizer.ggml.tokens has {self.tokens[token_id]!r} twice, as {token_id} and {other}"
+                    f"{self.file.path}: tokenizer.ggml.tokens has {self.tokens[other]!r} twice,"
+                    f" as {token_id} and {other}"
                 )
         return mapping
 
@@ -194,7 +195,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
     mapping = vocabulary.mapping()
     merges = []
     for merge in file.require("tokenizer.ggml.merges", list):
-        # A byte-level token has no space in it, so the first one after the first character separates the two.
+        # A byte-level token writes its spaces as another character, so the only one here separates the two.
         left, separator, right = str(merge).partition(" ")
         if not separator or not {left, right, left + right} <= mapping.keys():
             raise ModelError(

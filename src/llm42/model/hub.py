@@ -152,7 +152,12 @@ def _building(target: Path) -> Iterator[bool]:
     if target.exists():  # the usual case takes no lock, so a read-only cache works
         yield False
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"{target.parent}: cannot be created ({error.strerror}); set LLM42_CACHE to another"
+        ) from error
     with FileLock(target.with_name(f".{target.name}.lock")):
         for leftover in stale_partials(target):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -271,9 +276,13 @@ def _pip_version() -> tuple[int, ...]:
 
 
 def _resolve_gguf(path: Path, *, progress: bool) -> Path:
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ModelError(f"{path}: not a GGUF file; give a .gguf file or a model directory")
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    if not is_gguf:
+        raise ModelError(f"{path}: not a GGUF file; give a .gguf file or a model directory")
     with _Steps(shown=progress) as steps:
         digest = _sha256(path, steps)
         target = cache_dir() / "gguf" / f"{path.stem}-{digest[:_DIGEST_LENGTH]}"

@@ -2,8 +2,8 @@
 
 Encoding and decoding use the `tokenizers` library on tokenizer.json directly; transformers is imported only when a chat
 template is rendered, or for a directory that has no tokenizer.json, because that import takes seconds. As in
-transformers, tokenizer_config.json adds tokens, and tokenizer.json alone says whether BOS and EOS frame a text. Decoding
-never "cleans up" spaces: that would make a text depend on what follows it.
+transformers, tokenizer_config.json adds tokens, and tokenizer.json alone says whether BOS and EOS frame a text.
+Decoding never "cleans up" spaces: that would make a text depend on what follows it.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def top_p_ids(z: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def in_order(values: torch.Tensor) -> torch.Tensor:
     """Indices that sort `values` [n], given in ascending id order, by (value descending, id ascending)."""
-    return torch.sort(values + 0.0, descending=True, stable=True).indices  # + 0.0 turns -0.0 into its equal, 0.0
+    return torch.sort(values, descending=True, stable=True).indices
 
 
 def value_of_k(z: torch.Tensor, k: int) -> float:

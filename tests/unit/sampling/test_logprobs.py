@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the raw row, ranks and lists follow the total order, and the row's surroundings do not show."""
+"""Log-probabilities are those of the raw row, ranks follow the total order, and the row's surroundings do not show."""
 
 from __future__ import annotations
 
