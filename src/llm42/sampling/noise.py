@@ -35,8 +35,8 @@ _LANE_ONES = 0x0001_0001_0001_0001
 _LANE_TOPS = 0x8000_8000_8000_8000
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
-_MIX_STEPS = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB))
-_MIX_LAST_SHIFT = 31
+_MIX_SHIFTS = (30, 27, 31)
+_MIX_FACTORS = (0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
 # What a hash is used for; part of its key, so that no two uses share bits.
 _COARSE, _FINE, _CHILD = 1, 2, 3
 
@@ -103,9 +103,9 @@ def _key(*parts: int) -> int:
 def _mix(value: int) -> int:
     """The splitmix64 finalizer, a bijection of the 64-bit integers: an input bit flips half of the output bits."""
     value &= _MASK64
-    for shift, factor in _MIX_STEPS:
+    for shift, factor in zip(_MIX_SHIFTS, _MIX_FACTORS, strict=False):  # a factor follows each shift but the last
         value = ((value ^ (value >> shift)) * factor) & _MASK64
-    return value ^ (value >> _MIX_LAST_SHIFT)
+    return value ^ (value >> _MIX_SHIFTS[-1])
 
 
 def _splitmix(start: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -117,13 +117,19 @@ def _splitmix(start: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _mix_tensor(words: torch.Tensor) -> torch.Tensor:
     """`_mix` in place on int64: products wrap; shifts copy the sign, so the bits shifted in are masked off."""
-    for shift, factor in _MIX_STEPS:
-        words ^= (words >> shift).bitwise_and_(_MASK64 >> shift)
-        words *= _signed(factor)
-    words ^= (words >> _MIX_LAST_SHIFT).bitwise_and_(_MASK64 >> _MIX_LAST_SHIFT)
+    for (shift, mask), factor in zip(_TENSOR_SHIFTS, _TENSOR_FACTORS, strict=False):
+        words ^= torch.bitwise_right_shift(words, shift).bitwise_and_(mask)
+        words *= factor
+    shift, mask = _TENSOR_SHIFTS[-1]
+    words ^= torch.bitwise_right_shift(words, shift).bitwise_and_(mask)
     return words
 
 
 def _signed(word: int) -> int:
     """The int64 with the bits of a 64-bit word."""
     return word - 2**64 if word >= 2**63 else word
+
+
+# Scalars as tensors spare torch a conversion in each call, a quarter of the time for a few ids.
+_TENSOR_SHIFTS = [(torch.tensor(shift), torch.tensor(_MASK64 >> shift)) for shift in _MIX_SHIFTS]
+_TENSOR_FACTORS = [torch.tensor(_signed(factor)) for factor in _MIX_FACTORS]

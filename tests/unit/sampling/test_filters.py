@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm42.sampling import filters
@@ -140,6 +140,7 @@ def test_top_p_of_a_real_sized_row_agrees_with_a_full_sort(spread):
         assert ids.numel() == 1 or mass[ids.numel() - 2] < mass[-1] * top_p * (1 + NEAR)
 
 
+@settings(max_examples=30)
 @given(rows, st.integers(1, 400))
 def test_value_of_k_is_reached_by_at_least_k_ids(row, k):
     k = min(k, row.numel())
@@ -153,6 +154,7 @@ def test_filters_that_are_off_keep_all_ids_without_work():
     assert filters.kept_ids(row, top_k=3, top_p=1.0, min_p=0.0) is None
 
 
+@settings(max_examples=20)
 @given(rows, st.integers(0, 50), st.floats(0.01, 1), st.floats(0, 1))
 def test_the_row_is_not_changed(row, top_k, top_p, min_p):
     before = row.clone()

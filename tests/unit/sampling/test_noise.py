@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm42.sampling import noise
@@ -46,6 +46,7 @@ def test_generator_is_splitmix64_as_published():
     assert noise._splitmix(1234567, torch.arange(1, 5)).tolist() == [noise._signed(term) for term in published]
 
 
+@settings(max_examples=50)
 @given(SEEDS, POSITIONS, st.lists(st.integers(0, 2**31), min_size=1, max_size=8))
 def test_noise_follows_its_description(seed, position, ids):
     expected = torch.tensor([reference_noise(seed, position, token_id) for token_id in ids])
@@ -58,6 +59,7 @@ def test_noise_is_pinned():
     assert torch.equal(noise.gumbel(42, 7, torch.arange(4)), pinned)
 
 
+@settings(max_examples=30)
 @given(SEEDS, POSITIONS, st.randoms(use_true_random=False))
 def test_noise_is_keyed_by_token_id_alone(seed, position, random):
     everything = noise.gumbel(seed, position, torch.arange(1000))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm42.sampling import penalties
@@ -48,6 +48,7 @@ def test_logit_bias_is_added(row, bias):
     check(x, [v + bias.get(i, 0.0) for i, v in enumerate(row)], set(bias))
 
 
+@settings(max_examples=20)
 @given(rows, st.sets(st.integers(0, VOCAB - 1)))
 def test_masked_ids_are_impossible_and_no_others(row, ids):
     x = torch.tensor(row)
@@ -55,6 +56,7 @@ def test_masked_ids_are_impossible_and_no_others(row, ids):
     check(x, [-math.inf if i in ids else v for i, v in enumerate(row)], ids)
 
 
+@settings(max_examples=30)
 @given(rows, prefixes, st.randoms(use_true_random=False))
 def test_the_order_of_the_prefix_does_not_matter(row, output, random):
     shuffled = list(output)

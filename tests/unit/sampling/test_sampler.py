@@ -114,18 +114,16 @@ def test_noise_for_few_ids_gives_the_token_of_noise_for_all(spread, vocab):
         assert draw(logits, seed=9, output=[0] * (position - 3)) == expected
 
 
-def test_first_guess_of_the_best_score_is_corrected_when_it_is_too_high():
+@pytest.mark.parametrize("seed", [2145, 4131, 5564])  # found by search: one in 2000 is that unlucky
+def test_first_guess_of_the_best_score_is_corrected_when_it_is_too_high(seed):
     # Little noise for the one likely id, and none for the others that would reach the first target, log(1) - 1.
     logits = torch.full((300,), -6.5)
     logits[7] = 0.0
-    misses = 0
-    for seed in range(3000):
-        scores = logits + noise.gumbel(seed, 3, torch.arange(300))
-        winner = int(scores.argmax())
-        if scores.amax() < -1 and winner not in {7, *noise.ids_reaching(seed, 3, 300, 5.0).tolist()}:
-            misses += 1
-            assert draw(logits, seed=seed) == winner
-    assert misses > 0
+    scores = logits + noise.gumbel(seed, 3, torch.arange(300))
+    winner = int(scores.argmax())
+    assert scores.amax() < -1
+    assert winner not in {7, *noise.ids_reaching(seed, 3, 300, 5.0).tolist()}
+    assert draw(logits, seed=seed) == winner
 
 
 # --- row-locality ----------------------------------------------------------------------------------------------------
@@ -178,7 +176,7 @@ def changes_in_batches(sampler, vocab, dtype, trials, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab", "trials"), [(5, 60), (1000, 60), (1025, 60), (4099, 30), (49152, 8)])
+@pytest.mark.parametrize(("vocab", "trials"), [(5, 30), (1000, 30), (1025, 30), (4099, 20), (49152, 6)])
 def test_neighbours_never_change_a_token(vocab, trials, dtype):
     assert changes_in_batches(sample, vocab, dtype, trials, random.Random(vocab)) == 0
 
@@ -251,11 +249,11 @@ def test_greedy_with_a_change_in_force_gives_the_same_ties():
 
 
 def test_equal_scores_go_to_the_lowest_id(monkeypatch):
-    monkeypatch.setattr(noise, "gumbel", lambda *key_and_ids: torch.zeros(key_and_ids[-1].shape))
+    monkeypatch.setattr(noise, "gumbel", lambda *key_and_ids: (key_and_ids[-1] == 0) * 10.0)
     monkeypatch.setattr(noise, "ids_reaching", lambda *_: torch.tensor([3, 2, 1, 0]))
-    logits = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    assert draw(logits) == 1
-    assert draw(logits, top_k=3) == 1
+    assert draw(torch.tensor([-9.0, 1.0, 1.0, 1.0])) == 0  # the noise makes up for the logit
+    assert draw(torch.tensor([-9.5, 1.0, 1.0, 1.0])) == 1
+    assert draw(torch.tensor([-9.0, 1.0, 1.0, 1.0]), top_k=3) == 1
 
 
 @given(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=30), st.integers(0, 2**64 - 1))
@@ -347,14 +345,14 @@ def chi_square(observed, expected, draws):
 )
 def test_tokens_are_drawn_with_their_probabilities(fields, expected):
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    shares = frequencies(logits, 800, **fields)
+    shares = frequencies(logits, 500, **fields)
     assert [share == 0 for share in shares] == [probability == 0 for probability in expected]
-    assert chi_square(shares, expected, 800) < 16.3  # 0.1 % point for 3 degrees of freedom
+    assert chi_square(shares, expected, 500) < 16.3  # 0.1 % point for 3 degrees of freedom
 
 
 def test_a_wrong_temperature_fails_the_same_test_of_distribution():
-    shares = frequencies(torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), 800, temperature=1.5)
-    assert chi_square(shares, [0.4, 0.3, 0.2, 0.1], 800) > 16.3
+    shares = frequencies(torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), 500, temperature=1.5)
+    assert chi_square(shares, [0.4, 0.3, 0.2, 0.1], 500) > 16.3
 
 
 def test_rare_tokens_of_a_large_vocabulary_get_their_share():
