@@ -171,19 +171,24 @@ def _logit_bias(value: object) -> dict[int, float] | None:
 def _stop(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
-    strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
+    strings = (value,) if isinstance(value, str) else _list_or_none(value)
+    if strings is None or not all(isinstance(text, str) for text in strings):
         raise ValueError(f"stop must be a string or a list of strings, got {value!r}; use stop_token_ids for token ids")
     if not all(strings):
         raise ValueError(f"stop must not have an empty string, got {value!r}; remove it")
-    return tuple(strings)
+    return tuple(str(text) for text in strings)
 
 
 def _stop_token_ids(value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
-    ids = None if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence) else value
+    ids = _list_or_none(value)
     if ids is None:
         raise ValueError(f"stop_token_ids must be a list of integers, got {value!r}; use stop for strings")
     remedy = "use the ids of the model's tokenizer"
     return tuple(_integer("stop_token_ids", token_id, 0, None, remedy) for token_id in ids)
+
+
+def _list_or_none(value: object) -> Sequence[object] | None:
+    """`value` if it is a list, tuple or the like; text and bytes are not lists here."""
+    return value if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)) else None
