@@ -37,12 +37,14 @@ class _Stream:
         self.items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def send(self, item: RequestOutput | Exception) -> None:
-        """Hand an item to the caller; called by the engine thread."""
+    def send(self, item: RequestOutput | Exception) -> bool:
+        """Hand an item to the caller, from the engine thread; return False if its event loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self.items.put_nowait, item)
         except RuntimeError:
             logger.debug("the caller's event loop is closed; %s has no reader", self.group.request_id)
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,9 @@ class AsyncLLM:
         self._engine = Engine(EngineConfig(model=str(model), **fields))
         self._commands: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
         self._streams: dict[Request, _Stream] = {}
-        self._is_closed = False
+        self._lock = threading.Lock()
+        self._end: str | None = None
+        """Why no more requests are taken; set under the lock, so that no command can follow the last one."""
         self._thread = threading.Thread(target=self._run, name="llm42-engine", daemon=True)
         self._thread.start()
 
@@ -103,11 +107,11 @@ class AsyncLLM:
             QueueFullError: The waiting queue is full.
             RequestError: The request failed while running, or the engine was closed.
         """
-        if self._is_closed:
-            raise RequestError("the engine is closed")
+        if self._end is not None:
+            raise RequestError(self._end)
         group = self._engine.make_requests(prompt, sampling_params, request_id)
         stream = _Stream(group, self.tokenizer)
-        self._commands.put(_Add(stream))
+        self._submit(_Add(stream))
         is_over = False
         try:
             while not is_over:
@@ -126,20 +130,37 @@ class AsyncLLM:
 
     def close(self) -> None:
         """As `aclose`, blocking."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._commands.put(None)
+        with self._lock:
+            if self._end is None:
+                self._end = "the engine is closed"
+                self._commands.put(None)
         self._thread.join()
+
+    def _submit(self, command: _Add) -> None:
+        with self._lock:
+            if self._end is not None:
+                raise RequestError(self._end)
+            self._commands.put(command)
 
     def _run(self) -> None:
         # A new thread starts with OpenMP's own thread count, and the count is part of the contract.
         torch.set_num_threads(self._engine.num_threads)
+        reason = "the engine was closed while the request ran"
+        try:
+            self._serve()
+        except Exception as error:
+            logger.exception("the engine thread failed; no more requests are served")
+            reason = f"the engine failed with {type(error).__name__}: {error}"
+            with self._lock:
+                self._end = reason
+        self._shut_down(reason)
+
+    def _serve(self) -> None:
         core = self._engine.core
         while True:
             while not (core.has_work and self._commands.empty()):
                 command = self._commands.get()
                 if command is None:
-                    self._shut_down()
                     return
                 self._obey(command)
             self._publish(core.step())
@@ -147,9 +168,7 @@ class AsyncLLM:
     def _obey(self, command: _Add | _Cancel) -> None:
         stream = command.stream
         if isinstance(command, _Cancel):
-            for sequence in stream.group.sequences:
-                self._engine.core.cancel(sequence)
-                self._streams.pop(sequence, None)
+            self._forget(stream)
             return
         try:
             self._engine.core.add(stream.group.sequences)
@@ -159,19 +178,27 @@ class AsyncLLM:
             self._streams.update(dict.fromkeys(stream.group.sequences, stream))
 
     def _publish(self, changed: list[Request]) -> None:
-        """Send each caller what is new, once per step; forget those that have it all."""
-        for stream in {id(stream): stream for request in changed if (stream := self._streams.get(request))}.values():
+        """Send each caller what is new, once per step; forget those that have it all, or are gone."""
+        for stream in dict.fromkeys(self._streams[request] for request in changed if request in self._streams):
             reason = failure(stream.group)
-            if reason is not None:
-                stream.send(RequestError(reason, [stream.collector.take()]))
-                self._obey(_Cancel(stream))
-                continue
-            stream.send(stream.collector.take())
-            if stream.collector.is_finished:
-                for sequence in stream.group.sequences:
-                    del self._streams[sequence]
+            output = stream.collector.take()
+            is_heard = stream.send(output if reason is None else RequestError(reason, [output]))
+            if not is_heard or reason is not None or output.finished:
+                self._forget(stream)
 
-    def _shut_down(self) -> None:
-        for stream in {id(stream): stream for stream in self._streams.values()}.values():
-            self._obey(_Cancel(stream))
-            stream.send(RequestError("the engine was closed while the request ran"))
+    def _forget(self, stream: _Stream) -> None:
+        """End what still runs of a caller's request; it gets nothing more."""
+        for sequence in stream.group.sequences:
+            self._engine.core.cancel(sequence)
+            self._streams.pop(sequence, None)
+
+    def _shut_down(self, reason: str) -> None:
+        streams = dict.fromkeys(self._streams.values())
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Add):
+                streams[command.stream] = None
+        for stream in streams:  # everybody hears of it before anything else can go wrong
+            stream.send(RequestError(reason))
+        for stream in streams:
+            self._forget(stream)

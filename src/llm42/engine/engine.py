@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -104,13 +105,11 @@ class Engine:
         validate_for_vocab(params, self.decoder.config.vocab_size)
         if params.deterministic and self.refusal is not None:
             raise ValueError(f"deterministic=True is refused: {self.refusal}")
-        room = self.max_model_len - len(token_ids)
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if room < max(1, max_tokens):
+        if params.n > self.config.max_queue_len:
             raise ValueError(
-                f"prompt ({len(token_ids)} tokens) + max_tokens ({max_tokens}) exceeds max_model_len "
-                f"{self.max_model_len}; shorten the prompt or lower max_tokens"
+                f"n is {params.n}, more than the queue holds: max_queue_len is {self.config.max_queue_len}; lower n"
             )
+        max_tokens = self._max_tokens(len(token_ids), params)
         seed = fresh_seed() if params.seed is None else params.seed
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         sequences = tuple(
@@ -123,12 +122,31 @@ class Engine:
         )
         return RequestGroup(name, text, sequences)
 
+    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        """The most tokens an output of this prompt may have."""
+        room = self.max_model_len - prompt_len
+        if room < 1:
+            raise ValueError(
+                f"prompt has {prompt_len} tokens, and max_model_len {self.max_model_len} must hold it and at least one "
+                "more; shorten the prompt"
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ValueError(
+                f"prompt ({prompt_len} tokens) + max_tokens ({params.max_tokens}) exceeds max_model_len "
+                f"{self.max_model_len}; shorten the prompt or lower max_tokens"
+            )
+        if params.min_tokens > room:
+            raise ValueError(
+                f"prompt ({prompt_len} tokens) + min_tokens ({params.min_tokens}) exceeds max_model_len "
+                f"{self.max_model_len}; shorten the prompt or lower min_tokens"
+            )
+        return room if params.max_tokens is None else params.max_tokens
+
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
             text, token_ids = prompt, self.tokenizer.encode(prompt)
         elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            text, token_ids = None, prompt["prompt_token_ids"]
-            _check_token_ids(token_ids, self.decoder.config.vocab_size)
+            text, token_ids = None, _token_ids(prompt["prompt_token_ids"], self.decoder.config.vocab_size)
         else:
             raise ValueError(f'prompt must be a string or {{"prompt_token_ids": [...]}}, not {prompt!r:.80}')
         if not token_ids:
@@ -136,12 +154,15 @@ class Engine:
         return text, tuple(token_ids)
 
 
-def _check_token_ids(token_ids: object, vocab_size: int) -> None:
-    if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
-        raise ValueError(f"prompt_token_ids must be a list of integers, not {token_ids!r:.80}")
-    for index, token_id in enumerate(token_ids):
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise ValueError(f"prompt_token_ids[{index}] must be an integer of 0..{vocab_size - 1}, not {token_id!r}")
+def _token_ids(value: object, vocab_size: int) -> list[int]:
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+        raise ValueError(f"prompt_token_ids must be a list of integers, not {value!r:.80}")
+    for index, token_id in enumerate(value):
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= int(token_id) < vocab_size:
+            raise ValueError(
+                f"prompt_token_ids[{index}] must be an integer of 0..{vocab_size - 1}, not {token_id!r:.80}"
+            )
+    return [int(token_id) for token_id in value]
 
 
 def _refusal(config: EngineConfig, decoder: Decoder) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+import torch
 from tqdm import tqdm
 from typing_extensions import Self
 
@@ -37,8 +38,14 @@ class LLM:
     """
 
     def __init__(self, model: str, **fields: Any) -> None:
-        self._engine = Engine(EngineConfig(model=str(model), **fields))
+        self._open_engine: Engine | None = Engine(EngineConfig(model=str(model), **fields))
         self._lock = threading.Lock()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._open_engine is None:
+            raise RequestError("the engine is closed")
+        return self._open_engine
 
     @property
     def config(self) -> EngineConfig:
@@ -89,12 +96,13 @@ class LLM:
 
         Raises:
             ValueError: A prompt or a parameter is unusable; nothing was generated.
-            RequestError: Requests failed while running; all outputs are in its ``outputs``.
+            RequestError: Requests failed while running; all outputs are in its ``outputs``. Or the engine is closed.
         """
-        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        engine = self._engine
+        prompts = _list_of_prompts(prompts)
         params = _one_for_each(sampling_params, len(prompts))
-        groups = [self._engine.make_requests(*pair) for pair in zip(prompts, params, strict=True)]
-        collectors = [OutputCollector(group, self.tokenizer) for group in groups]
+        groups = _make_groups(engine, prompts, params)
+        collectors = [OutputCollector(group, engine.tokenizer) for group in groups]
         with self._lock:
             self._run(groups, collectors, use_tqdm=use_tqdm)
         outputs = [collector.take() for collector in collectors]
@@ -119,6 +127,8 @@ class LLM:
             use_tqdm: As in `generate`.
             **template_fields: Handed to the template (``add_generation_prompt``, ``enable_thinking``, ...).
         """
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise ValueError(f"messages must be a conversation or a list of conversations, not {messages!r:.80}")
         conversations = cast(
             "Sequence[Messages]", [messages] if messages and isinstance(messages[0], Mapping) else messages
         )
@@ -129,8 +139,9 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
-        """Release the model's memory; the object is of no use afterwards."""
-        self.__dict__.pop("_engine", None)
+        """Release the model's memory, after a call that is running; later ones raise `RequestError`."""
+        with self._lock:
+            self._open_engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -141,8 +152,11 @@ class LLM:
         self.close()
 
     def _run(self, groups: Sequence[RequestGroup], collectors: Sequence[OutputCollector], *, use_tqdm: bool) -> None:
-        core, queue = self._engine.core, deque(groups)
-        max_queue_len = self.config.max_queue_len
+        engine = self._engine
+        core, queue = engine.core, deque(groups)
+        max_queue_len = engine.config.max_queue_len
+        # The thread count is part of the contract, and anybody in the process may have changed it since.
+        torch.set_num_threads(engine.num_threads)
         num_done = num_tokens = 0
         # disable=None: tqdm itself stays silent where stderr is not a terminal.
         with tqdm(total=len(groups), unit="request", disable=None if use_tqdm else True, dynamic_ncols=True) as bar:
@@ -167,11 +181,33 @@ class LLM:
                 raise
 
 
+def _list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a prompt or a list of prompts, not {prompts!r:.80}")
+    return list(prompts)
+
+
+def _make_groups(
+    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]
+) -> list[RequestGroup]:
+    groups = []
+    for index, pair in enumerate(zip(prompts, params, strict=True)):
+        try:
+            groups.append(engine.make_requests(*pair))
+        except ValueError as error:
+            raise ValueError(f"prompts[{index}]: {error}" if len(prompts) > 1 else str(error)) from None
+    return groups
+
+
 def _one_for_each(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams | None]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
+    if isinstance(sampling_params, str) or not isinstance(sampling_params, Sequence):
+        raise ValueError(f"sampling_params must be a SamplingParams or a list of them, not {sampling_params!r:.80}")
     if len(sampling_params) != count:
         raise ValueError(f"sampling_params has {len(sampling_params)} entries for {count} prompts; give one for each")
     return list(sampling_params)

@@ -1,0 +1,98 @@
+"""The right model: SmolLM2's logits, continuations and perplexities agree with transformers and with published facts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from real_data import gsm8k, humaneval
+
+from llm42 import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def transformers_model(smollm2):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    with LLM(str(smollm2), dtype="float32", canonical_rows=128, canonical_logit_rows=64) as llm:
+        yield llm
+
+
+def test_fp32_logits_equal_those_of_transformers(llm, transformers_model):
+    """Through the engine's own passes: chunks of 128 rows over paged KV."""
+    from llm42.kernels import KVPool, RowBatch, RowSegment
+
+    ids = llm.tokenizer.encode("\n".join(problem["prompt"] for problem in humaneval()))[:512]
+    assert len(ids) == 512
+    decoder = llm._engine.decoder
+    model = decoder.config
+    kv = KVPool(
+        num_layers=model.num_hidden_layers,
+        num_blocks=33,
+        block_size=16,
+        num_kv_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        dtype=torch.float32,
+        device=decoder.device,
+    )
+    with torch.inference_mode():
+        expected = transformers_model(torch.tensor([ids])).logits[0]
+        for start in range(0, 512, 128):
+            batch = RowBatch([RowSegment(0, start, 128, range(1, 33))], 128, 16, is_canonical=True)
+            logits = decoder.logits(decoder.forward(torch.tensor(ids[start : start + 128]), batch, kv))
+            difference = (logits - expected[start : start + 128]).abs().max().item()
+            assert difference < 1e-3
+    assert expected.abs().max() > 5.0
+
+
+def test_fp32_greedy_continuations_equal_those_of_transformers(llm, transformers_model):
+    prompts = [problem["prompt"] for problem in gsm8k()[:10]] + [problem["prompt"] for problem in humaneval()[:10]]
+    outputs = llm.generate(prompts, GREEDY)
+    longest = max(len(output.prompt_token_ids) for output in outputs)
+    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(padded)
+    for row, output in enumerate(outputs):
+        count = len(output.prompt_token_ids)
+        padded[row, longest - count :] = torch.tensor(output.prompt_token_ids)
+        mask[row, longest - count :] = 1
+    expected = transformers_model.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=128,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[:, longest:]
+    for output, continuation in zip(outputs, expected.tolist(), strict=True):
+        assert len(continuation) == 128
+        assert output.outputs[0].token_ids == continuation
+
+
+def test_it_answers_a_question_and_ends_its_turn(llm):
+    (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=2))
+    assert output.outputs[0].text.startswith(" Paris")
+    (answer,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY_CHAT)
+    assert "Paris" in answer.outputs[0].text
+    assert answer.outputs[0].finish_reason == "stop"
+    assert llm.tokenizer.token_text(answer.outputs[0].token_ids[-1]) == "<|im_end|>"
+
+
+GREEDY_CHAT = SamplingParams(temperature=0.0, max_tokens=64, deterministic=True)
+
+
+def perplexity(llm, text: str, num_tokens: int) -> float:
+    ids = llm.tokenizer.encode(text)[: num_tokens + 1]
+    assert len(ids) == num_tokens + 1
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+    (output,) = llm.generate({"prompt_token_ids": ids}, params)
+    scores = [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+    assert len(scores) == num_tokens
+    return math.exp(-sum(scores) / len(scores))
