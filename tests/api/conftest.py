@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness import CANONICAL
-from tiny_models import write_tiny_model
 
+from harness import CANONICAL
 from llm42 import LLM
+from tiny_models import write_tiny_model
 
 SMALL = {**CANONICAL, "kv_cache_bytes": 4 << 20, "num_threads": 1}
 
@@ -48,21 +48,28 @@ def jittery(make_llm):
         yield llm
 
 
+@pytest.fixture(scope="session")
+def assert_clean():
+    """A function that asserts of an `LLM` that no block is taken and no request left."""
+
+    def check(llm: LLM) -> None:
+        core = llm._engine.core
+        core.pool.check()
+        assert core.pool.num_free == core.pool.num_usable, "a KV block is still taken"
+        assert not core.has_work
+
+    return check
+
+
 @pytest.fixture
-def llm(portable):
-    """The shared engine; afterwards no block may be taken and no request left."""
+def llm(portable, assert_clean):
+    """The shared engine, which each test must leave clean."""
     yield portable
     assert_clean(portable)
 
 
 @pytest.fixture
-def jitter_llm(jittery):
+def jitter_llm(jittery, assert_clean):
+    """As `llm`, with kernels whose results change with the batch."""
     yield jittery
     assert_clean(jittery)
-
-
-def assert_clean(engine) -> None:
-    core = engine._engine.core
-    core.pool.check()
-    assert core.pool.num_free == core.pool.num_usable, "a KV block is still taken"
-    assert not core.has_work

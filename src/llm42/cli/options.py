@@ -103,6 +103,6 @@ KVCacheBytes = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def given(**fields: Any) -> dict[str, Any]:  # noqa: ANN401 (fields of several types, checked by their dataclass)
+def given(**fields: Any) -> dict[str, Any]:
     """The fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}

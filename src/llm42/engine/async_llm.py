@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from llm42.config import EngineConfig
 from llm42.engine.collect import OutputCollector, failure
 from llm42.engine.engine import Engine, Prompt, RequestGroup
@@ -143,8 +141,7 @@ class AsyncLLM:
             self._commands.put(command)
 
     def _run(self) -> None:
-        # A new thread starts with OpenMP's own thread count, and the count is part of the contract.
-        torch.set_num_threads(self._engine.num_threads)
+        self._engine.pin_threads()
         reason = "the engine was closed while the request ran"
         try:
             self._serve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,28 @@ from llm42 import sampling
 from llm42.config import EngineConfig
 from llm42.kernels import attention
 from llm42.model.decoder import Decoder
+from llm42.model.weights import weights_digest
+
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files that decide which token ids a text becomes, and which of them end an output."""
 
 
-def contract(config: EngineConfig, decoder: Decoder, weights_digest: str) -> dict[str, Any]:
+def contract(config: EngineConfig, decoder: Decoder, model_path: Path) -> dict[str, Any]:
     """The contract as plain data: the same bits are promised wherever it is equal."""
     return {
-        "weights": weights_digest,
+        "weights": weights_digest(model_path),
+        "text": {
+            name: hashlib.sha256((model_path / name).read_bytes()).hexdigest()
+            for name in _TEXT_FILES
+            if (model_path / name).exists()
+        },
         "model": asdict(decoder.config),
         "dtype": config.dtype,
         "kernels": decoder.kernels.versions(),

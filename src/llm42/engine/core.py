@@ -81,6 +81,9 @@ class EngineCore:
     def _apply(self, segment: Segment, result: SegmentResult) -> bool:
         """Take a segment's result to its request; return whether its caller has something new to see."""
         request, ledger = segment.request, segment.request.ledger
+        if result.error is not None:
+            self._finish(request, FinishReason.ERROR, result.error)
+            return True
         request.prompt_logprobs.extend(result.prompt_logprobs)
         committed = self._advance(segment, result.generated)
         usable = committed.index(UNUSABLE) if UNUSABLE in committed else len(committed)

@@ -24,11 +24,12 @@ from llm42.engine.runner import Runner
 from llm42.engine.selftest import self_test
 from llm42.engine.text import OutputText
 from llm42.kernels import KVPool, create_kernels
+from llm42.kernels.attention import KEY_TILE
 from llm42.model.config import ModelConfig
 from llm42.model.decoder import Decoder, element_types, kv_bytes_per_position
 from llm42.model.hub import resolve_model
 from llm42.model.tokenizer import Tokenizer
-from llm42.model.weights import load_weights, weights_digest
+from llm42.model.weights import load_weights
 from llm42.sampling.noise import child_seed, fresh_seed
 from llm42.sampling.params import SamplingParams, validate_for_vocab
 
@@ -72,8 +73,10 @@ class Engine:
         self.num_threads = torch.get_num_threads()
         kernels = create_kernels(config.kernels)
         weights = load_weights(self.model_path, model_config, dtype)
-        self.decoder = Decoder(model_config, weights, kernels, self.max_model_len)
-        self.contract = contract(config, self.decoder, weights_digest(self.model_path))
+        # The self-test probes positions around a border of key tiles, however short requests may be.
+        num_positions = max(self.max_model_len, KEY_TILE + config.canonical_rows)
+        self.decoder = Decoder(model_config, weights, kernels, num_positions)
+        self.contract = contract(config, self.decoder, self.model_path)
         self.system_fingerprint = fingerprint(self.contract)
         self.refusal = _refusal(config, self.decoder)
         pool = BlockPool(num_blocks, config.block_size)
@@ -89,6 +92,11 @@ class Engine:
         self.core = EngineCore(config, pool, Runner(config, self.decoder, kv, config.block_size))
         self._ids = itertools.count()
         self._eos = frozenset(model_config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+
+    def pin_threads(self) -> None:
+        """Give the calling thread the contract's thread count, which OpenMP keeps for each thread by itself."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
 
     def make_requests(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-import torch
 from tqdm import tqdm
 from typing_extensions import Self
 
@@ -101,7 +100,8 @@ class LLM:
         engine = self._engine
         prompts = _list_of_prompts(prompts)
         params = _one_for_each(sampling_params, len(prompts))
-        groups = _make_groups(engine, prompts, params)
+        names = [f"prompts[{index}]" if len(prompts) > 1 else "" for index in range(len(prompts))]
+        groups = [_make_group(engine, *call) for call in zip(prompts, params, names, strict=True)]
         collectors = [OutputCollector(group, engine.tokenizer) for group in groups]
         with self._lock:
             self._run(groups, collectors, use_tqdm=use_tqdm)
@@ -127,7 +127,7 @@ class LLM:
             use_tqdm: As in `generate`.
             **template_fields: Handed to the template (``add_generation_prompt``, ``enable_thinking``, ...).
         """
-        if isinstance(messages, str) or not isinstance(messages, Sequence):
+        if not _is_list(messages):
             raise ValueError(f"messages must be a conversation or a list of conversations, not {messages!r:.80}")
         conversations = cast(
             "Sequence[Messages]", [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -155,8 +155,8 @@ class LLM:
         engine = self._engine
         core, queue = engine.core, deque(groups)
         max_queue_len = engine.config.max_queue_len
-        # The thread count is part of the contract, and anybody in the process may have changed it since.
-        torch.set_num_threads(engine.num_threads)
+        # Anybody in this process may have changed the thread count since, and it is part of the contract.
+        engine.pin_threads()
         num_done = num_tokens = 0
         # disable=None: tqdm itself stays silent where stderr is not a terminal.
         with tqdm(total=len(groups), unit="request", disable=None if use_tqdm else True, dynamic_ncols=True) as bar:
@@ -181,6 +181,10 @@ class LLM:
                 raise
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -189,16 +193,12 @@ def _list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def _make_groups(
-    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]
-) -> list[RequestGroup]:
-    groups = []
-    for index, pair in enumerate(zip(prompts, params, strict=True)):
-        try:
-            groups.append(engine.make_requests(*pair))
-        except ValueError as error:
-            raise ValueError(f"prompts[{index}]: {error}" if len(prompts) > 1 else str(error)) from None
-    return groups
+def _make_group(engine: Engine, prompt: Prompt, params: SamplingParams | None, name: str) -> RequestGroup:
+    """The prompt's request; ``name`` says in an error which prompt it was, where there are several."""
+    try:
+        return engine.make_requests(prompt, params)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
 
 
 def _one_for_each(
@@ -206,7 +206,7 @@ def _one_for_each(
 ) -> list[SamplingParams | None]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
-    if isinstance(sampling_params, str) or not isinstance(sampling_params, Sequence):
+    if not _is_list(sampling_params):
         raise ValueError(f"sampling_params must be a SamplingParams or a list of them, not {sampling_params!r:.80}")
     if len(sampling_params) != count:
         raise ValueError(f"sampling_params has {len(sampling_params)} entries for {count} prompts; give one for each")

@@ -29,6 +29,8 @@ class SegmentResult:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For the generated tokens up to the first that contradicts a candidate, if the request wants them."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
+    """Why this segment's rows could not be scored; no other segment is concerned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +108,19 @@ def _sample_group(
     for token, index in zip(tokens, sampled, strict=True):
         row = group[index]
         segment, result = segments[row.segment], results[row.segment]
-        if _wants_logprobs(segment, row.position, result):
+        if token != UNUSABLE and _wants_logprobs(segment, row.position, result):
             result.logprobs.append(token_logprobs(logits[index], token, segment.request.params.logprobs or 0))
         result.generated.append(token)
     for index, row in enumerate(group):
         if not row.is_sampled:
             request = segments[row.segment].request
             following = request.ledger.token_ids[row.position + 1]
-            results[row.segment].prompt_logprobs.append(
-                token_logprobs(logits[index], following, request.params.prompt_logprobs or 0)
-            )
+            try:
+                score = token_logprobs(logits[index], following, request.params.prompt_logprobs or 0)
+            except ValueError as error:
+                results[row.segment].error = f"prompt_logprobs at position {row.position + 1}: {error}"
+            else:
+                results[row.segment].prompt_logprobs.append(score)
 
 
 def _wants_logprobs(segment: Segment, position: int, result: SegmentResult) -> bool:

@@ -1,23 +1,25 @@
 """The start-up self-test: do the kernels keep the promises that determinism rests on, on the loaded weights?
 
 It compares bits. Linears at the canonical row counts: one probe row at every index, among copies of itself and among
-hostile neighbours. Whole canonical passes: one sequence at other row indices, in other pages, in other chunks, with
-other neighbours, and repeated. Row counts do fail: MKL's fp32 GEMM on AVX2 treats the last row of five differently.
+hostile neighbours. Whole canonical passes: one sequence at other row indices, in other pages, in other chunks, among
+padding, many short or few long hostile neighbours, and repeated. Row counts do fail: MKL's fp32 GEMM on AVX2 treats
+the last row of five differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from llm42.config import EngineConfig
 from llm42.kernels import Kernels, KVPool, PreparedLinear, RowBatch, RowSegment
+from llm42.kernels.attention import KEY_TILE
 from llm42.model.decoder import Decoder
 
 _HUGE = 1.0e4
-_PROBE_LENGTH = 12
+_PROBE_LENGTH = 13
 _BLOCK_SIZE = 4
 
 
@@ -60,69 +62,91 @@ def _is_row_invariant(kernels: Kernels, linear: PreparedLinear, rows: int) -> bo
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """One way to run the probe sequence: chunk lengths, index of its first row, first block, neighbours' seed."""
+    """One way to run the probe's rows."""
 
     chunks: tuple[int, ...]
+    """How many of its rows each pass carries."""
     offset: int
+    """Index of its first row in the pass."""
     first_block: int
-    neighbour_seed: int
-
-
-def _layouts(rows: int) -> Iterator[_Layout]:
-    length = min(_PROBE_LENGTH, rows)
-    whole = (length,)
-    yield _Layout(whole, 0, 1, 0)
-    yield _Layout(whole, 0, 1, 0)
-    yield _Layout(whole, rows - length, 7, 1)
-    yield _Layout((length - length // 2, length // 2), rows // 3, 4, 2)
+    """Where its pages begin."""
+    neighbour_length: int
+    """Rows of each neighbouring segment; 0 for none: padding all around."""
 
 
 def _check_passes(config: EngineConfig, decoder: Decoder) -> str | None:
-    run = _prepare_probe(config, decoder)
-    expected: torch.Tensor | None = None
-    for layout in _layouts(config.canonical_rows):
-        hidden = run(layout)
-        if expected is None:
-            expected = hidden
-        elif not torch.equal(hidden, expected):
-            return f"a canonical pass of {config.canonical_rows} rows gives other bits in another layout ({layout})"
+    rows = config.canonical_rows
+    length = min(_PROBE_LENGTH, rows)
+    halves = (length - length // 2, length // 2)
+    layouts = [
+        _Layout((length,), 0, 1, 0),
+        _Layout((length,), 0, 1, 0),
+        _Layout((length,), rows - length, 9, 1),
+        _Layout(halves if length > 1 else (1,), rows // 3, 5, rows),
+    ]
+    probe = _Probe(config, decoder, length)
+    expected, *others = (probe.run(layout) for layout in layouts)
+    for layout, hidden in zip(layouts[1:], others, strict=True):
+        if not torch.equal(hidden, expected):
+            return f"a canonical pass of {rows} rows gives other bits in another layout ({layout})"
     return None
 
 
-def _prepare_probe(config: EngineConfig, decoder: Decoder) -> Callable[[_Layout], torch.Tensor]:
-    model = decoder.config
-    rows = config.canonical_rows
-    length = min(_PROBE_LENGTH, rows)
-    sequence = [(7 * position + 3) % model.vocab_size for position in range(length)]
-    blocks = -(-rows // _BLOCK_SIZE)
+class _Probe:
+    """Rows of one sequence whose KV below is given, across the border of two key tiles."""
 
-    def run(layout: _Layout) -> torch.Tensor:
-        kv = KVPool(
+    def __init__(self, config: EngineConfig, decoder: Decoder, length: int) -> None:
+        self._rows = config.canonical_rows
+        self._decoder = decoder
+        self._start = KEY_TILE - length // 2
+        self._tokens = [(7 * position + 3) % decoder.config.vocab_size for position in range(length)]
+        self._num_pages = -(-(self._start + length) // _BLOCK_SIZE)
+        num_layers, two, _, num_kv_heads, head_dim = self._pool(1).data.shape
+        context = torch.randn(
+            (num_layers, two, self._start, num_kv_heads, head_dim), generator=torch.Generator().manual_seed(1)
+        )
+        self._context = context.to(decoder.device, decoder.dtype)
+
+    def _pool(self, num_blocks: int) -> KVPool:
+        model = self._decoder.config
+        return KVPool(
             num_layers=model.num_hidden_layers,
-            num_blocks=16 + 2 * blocks,
+            num_blocks=num_blocks,
             block_size=_BLOCK_SIZE,
             num_kv_heads=model.num_key_value_heads,
             head_dim=model.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
+            dtype=self._decoder.dtype,
+            device=self._decoder.device,
         )
-        pages = list(range(layout.first_block, layout.first_block + -(-length // _BLOCK_SIZE)))
-        generator = torch.Generator().manual_seed(layout.neighbour_seed)
-        outputs, start = [], 0
+
+    def run(self, layout: _Layout) -> torch.Tensor:
+        """The final hidden states of the probe's rows, ``[length, hidden]``."""
+        first_neighbour = layout.first_block + self._num_pages
+        kv = self._pool(first_neighbour + 2 * self._rows)
+        kv.data[:, :, first_neighbour * _BLOCK_SIZE :] = _HUGE
+        first_slot = layout.first_block * _BLOCK_SIZE
+        kv.data[:, :, first_slot : first_slot + self._start] = self._context
+        pages = range(layout.first_block, first_neighbour)
+        outputs, done = [], 0
         for chunk in layout.chunks:
-            offset = min(layout.offset, rows - chunk)
-            ids = torch.randint(model.vocab_size, (rows,), generator=generator)
-            ids[offset : offset + chunk] = torch.tensor(sequence[start : start + chunk])
-            neighbours = [(0, offset, 16), (offset + chunk, rows - offset - chunk, 16 + blocks)]
-            segments = [
-                RowSegment(row, 0, count, range(block, block + blocks)) for row, count, block in neighbours if count
-            ]
-            segments.append(RowSegment(offset, start, chunk, pages))
+            offset = min(layout.offset, self._rows - chunk)
+            ids = torch.arange(self._rows) * 31 % self._decoder.config.vocab_size
+            ids[offset : offset + chunk] = torch.tensor(self._tokens[done : done + chunk])
+            segments = [RowSegment(offset, self._start + done, chunk, pages)]
+            if layout.neighbour_length:
+                for first, stop in ((0, offset), (offset + chunk, self._rows)):
+                    segments.extend(_neighbours(first, stop, layout.neighbour_length, first_neighbour))
             segments.sort(key=lambda segment: segment.row)
-            batch = RowBatch(segments, rows, _BLOCK_SIZE, is_canonical=True)
-            hidden = decoder.forward(ids.to(decoder.device), batch, kv)
+            batch = RowBatch(segments, self._rows, _BLOCK_SIZE, is_canonical=True)
+            hidden = self._decoder.forward(ids.to(self._decoder.device), batch, kv)
             outputs.append(hidden[offset : offset + chunk])
-            start += chunk
+            done += chunk
         return torch.cat(outputs)
 
-    return run
+
+def _neighbours(first: int, stop: int, length: int, first_block: int) -> Iterator[RowSegment]:
+    """Segments for the rows ``first`` to ``stop - 1``, each ending at another position of its own hostile KV."""
+    for row in range(first, stop, length):
+        count = min(length, stop - row)
+        num_blocks = -(-(row % 7 + count) // _BLOCK_SIZE)
+        yield RowSegment(row, row % 7, count, range(first_block + row, first_block + row + num_blocks))

@@ -42,7 +42,7 @@ class Reference:
 
     @property
     def watermark(self):
-        return (self.kv + ["fast"]).index("fast")
+        return [*self.kv, "fast"].index("fast")
 
     def write(self, start, stop, writer):
         self.kv[start:stop] = [writer] * (stop - start)
