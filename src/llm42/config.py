@@ -28,7 +28,7 @@ class EngineConfig:
     window_size: int = 32
     """W: the most rows of one verification window."""
     verify_batch_size: int = 8
-    """G: the most windows of one verification pass; a pass never has more than ``canonical_rows`` rows."""
+    """G: so many ready windows launch a verification pass at once; fewer wait for others, a few steps at most."""
     canonical_rows: int = 64
     """M: the row count of every canonical pass. Part of the contract: another value gives other bits."""
     canonical_logit_rows: int = 32

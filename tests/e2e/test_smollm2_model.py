@@ -11,6 +11,7 @@ from real_data import gsm8k, humaneval
 from llm42 import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+CHAT = SamplingParams(temperature=0.0, max_tokens=64, deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +80,31 @@ def test_fp32_greedy_continuations_equal_those_of_transformers(llm, transformers
 def test_it_answers_a_question_and_ends_its_turn(llm):
     (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=2))
     assert output.outputs[0].text.startswith(" Paris")
-    (answer,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY_CHAT)
+    (answer,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], CHAT)
     assert "Paris" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
     assert llm.tokenizer.token_text(answer.outputs[0].token_ids[-1]) == "<|im_end|>"
 
 
-GREEDY_CHAT = SamplingParams(temperature=0.0, max_tokens=64, deterministic=True)
-
-
-def perplexity(llm, text: str, num_tokens: int) -> float:
-    ids = llm.tokenizer.encode(text)[: num_tokens + 1]
-    assert len(ids) == num_tokens + 1
+def perplexity(llm, text: str) -> float:
+    """Over 4,095 tokens, in windows of 1,024 that overlap by the one token that is not predicted."""
+    ids = llm.tokenizer.encode(text)[:4096]
+    assert len(ids) == 4096
+    windows = [ids[start : start + 1025] for start in range(0, 4095, 1024)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
-    (output,) = llm.generate({"prompt_token_ids": ids}, params)
-    scores = [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
-    assert len(scores) == num_tokens
+    scores = []
+    for window, output in zip(windows, llm.generate([{"prompt_token_ids": w} for w in windows], params), strict=True):
+        assert output.prompt_logprobs[0] is None
+        scores += [entry[token].logprob for token, entry in zip(window[1:], output.prompt_logprobs[1:], strict=True)]
+    assert len(scores) == 4095
     return math.exp(-sum(scores) / len(scores))
+
+
+def test_perplexity_on_code_is_as_published(llm):
+    text = "\n\n".join(problem["prompt"] + problem["canonical_solution"] for problem in humaneval())
+    assert perplexity(llm, text) == pytest.approx(3.95, rel=0.01)
+
+
+def test_perplexity_on_word_problems_is_as_published(llm):
+    text = "\n\n".join(problem["prompt"] + "\n" + problem["upstream_answer"] for problem in gsm8k())
+    assert perplexity(llm, text) == pytest.approx(5.94, rel=0.01)

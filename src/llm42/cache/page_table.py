@@ -65,8 +65,3 @@ class PageTable:
         surplus = self.blocks[keep:]
         del self.blocks[keep:]
         self._pool.release(reversed(surplus))
-
-    def slots(self, start: int, stop: int) -> list[int]:
-        """The slots of positions ``start`` to ``stop - 1``."""
-        size = self._pool.block_size
-        return [self.blocks[position // size] * size + position % size for position in range(start, stop)]

@@ -162,9 +162,15 @@ class Scheduler:
         fill = _Fill(budget)
         ready = work.ready[: self._config.verify_batch_size]
         reserved = min(len(work.ordinary) + len(work.decoding) - len(ready), budget // 2)
-        for request in ready + work.prefilling:
-            limit = self._config.window_size if request in ready else budget
-            fill.add_window(request, min(limit, fill.free - reserved))
+        # Prompts and windows share what is left evenly; an odd row goes to the windows once they are overdue.
+        is_overdue = any(
+            request.window_state(self.step).steps_ready >= self._policy.max_steps_ready for request in ready
+        )
+        for_windows = (budget - reserved + is_overdue) // 2 if ready else 0
+        for request in work.prefilling:
+            fill.add_window(request, fill.free - reserved - for_windows)
+        for request in ready:
+            fill.add_window(request, min(self._config.window_size, fill.free - reserved))
         for request in sorted(work.ordinary, key=lambda request: request.last_step):
             if self._config.mode == "invariant":
                 fill.add_window(request, min(1, fill.free))

@@ -267,7 +267,6 @@ def test_a_prompt_goes_on_beside_deterministic_requests_that_always_have_a_windo
     assert late.ledger.num_committed > 0
 
 
-@pytest.mark.xfail(reason="ready windows and ordinary rows together leave a prompt no row, for as long as they go on")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_prompt_is_not_starved_by_windows_and_decode_rows(deterministic):
     engine = Engine(window_size=4, verify_batch_size=2, canonical_rows=8, max_num_seqs=40)
