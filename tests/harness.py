@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from llm42.engine.scheduler import Pass
     from llm42.outputs import LogprobDict, RequestOutput
 
-CANONICAL = {"canonical_rows": 32, "canonical_logit_rows": 16, "max_model_len": 1200}
+CANONICAL = {"canonical_rows": 64, "canonical_logit_rows": 16, "max_model_len": 1200}
 """The contract that all tests on tiny models share, so that they can share oracle results."""
 
 
@@ -236,7 +236,7 @@ def _neighbour(engine: Engine, rng: random.Random) -> RequestGroup:
 
 
 def mixed_workload(vocab_size: int, *, seed: int = 0, deterministic: bool = True) -> list[Call]:
-    """Requests of every kind: lengths 1 to 300, greedy and sampled, every filter and penalty, every stop rule."""
+    """Requests of every kind: lengths 1 to 1,000, greedy and sampled, every filter and penalty, every stop rule."""
     rng = random.Random(seed)
     shared = tuple(rng.randrange(3, vocab_size) for _ in range(64))
     variants: list[dict] = [
@@ -251,7 +251,7 @@ def mixed_workload(vocab_size: int, *, seed: int = 0, deterministic: bool = True
         {"temperature": 0.0, "logit_bias": {5: 4.0, 9: -50.0}, "prompt_logprobs": 5},
         {"temperature": 0.6, "stop": "o", "include_stop_str_in_output": True, "min_tokens": 5, "prompt_logprobs": 0},
     ]
-    lengths = (1, 2, 5, 16, 17, 31, 32, 33, 70, 128, 300)
+    lengths = (1, 2, 5, 16, 17, 63, 64, 65, 130, 250, 1000)
     calls = []
     for index in range(24):
         length = lengths[index % len(lengths)]

@@ -1,4 +1,4 @@
-"""The right model: SmolLM2's logits, continuations and perplexities agree with transformers and with published facts."""
+"""The right model: SmolLM2's logits and continuations are those of transformers, its perplexities as published."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from real_data import gsm8k, humaneval
+from transformers import AutoModelForCausalLM
 
 from llm42 import LLM, SamplingParams
+from llm42.kernels import KVPool, RowBatch, RowSegment
+from real_data import gsm8k, humaneval
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
 CHAT = SamplingParams(temperature=0.0, max_tokens=64, deterministic=True)
@@ -16,8 +18,6 @@ CHAT = SamplingParams(temperature=0.0, max_tokens=64, deterministic=True)
 
 @pytest.fixture(scope="module")
 def transformers_model(smollm2):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
 
 
@@ -29,8 +29,6 @@ def llm(smollm2):
 
 def test_fp32_logits_equal_those_of_transformers(llm, transformers_model):
     """Through the engine's own passes: chunks of 128 rows over paged KV."""
-    from llm42.kernels import KVPool, RowBatch, RowSegment
-
     ids = llm.tokenizer.encode("\n".join(problem["prompt"] for problem in humaneval()))[:512]
     assert len(ids) == 512
     decoder = llm._engine.decoder

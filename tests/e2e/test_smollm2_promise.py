@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from harness import Call, Oracle, Schedule, bits, run
-from real_data import gsm8k
 
+from harness import Call, Oracle, Schedule, bits, run
 from llm42 import SamplingParams
 from llm42.config import EngineConfig
 from llm42.engine.engine import Engine
+from real_data import gsm8k
 
 TOKENS = 20
 """Short outputs: the oracle needs a whole canonical pass for each token."""

@@ -17,6 +17,7 @@ from typing import Any
 from llm42.config import EngineConfig
 from llm42.engine.collect import OutputCollector, failure
 from llm42.engine.engine import Engine, Prompt, RequestGroup
+from llm42.engine.frontend import Frontend
 from llm42.engine.request import Request
 from llm42.errors import LLM42Error, RequestError
 from llm42.model.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class _Cancel:
     stream: _Stream
 
 
-class AsyncLLM:
+class AsyncLLM(Frontend):
     """A model behind an engine thread.
 
     Args:
@@ -68,7 +69,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **fields: Any) -> None:
-        self._engine = Engine(EngineConfig(model=str(model), **fields))
+        self._loaded = Engine(EngineConfig(model=str(model), **fields))
         self._commands: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
         self._streams: dict[Request, _Stream] = {}
         self._lock = threading.Lock()
@@ -78,19 +79,8 @@ class AsyncLLM:
         self._thread.start()
 
     @property
-    def config(self) -> EngineConfig:
-        """The configuration the engine runs with."""
-        return self._engine.config
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._engine.tokenizer
-
-    @property
-    def system_fingerprint(self) -> str:
-        """The contract's hash: deterministic outputs are equal wherever it is."""
-        return self._engine.system_fingerprint
+    def _engine(self) -> Engine:
+        return self._loaded
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None

@@ -22,6 +22,7 @@ class OutputCollector:
         self.group = group
         self._tokenizer = tokenizer
         self._taken = [(0, 0, False) for _ in group.sequences]
+        self._cumulative = [0.0 for _ in group.sequences]
         self._prompt_logprobs_taken = False
 
     @property
@@ -58,11 +59,13 @@ class OutputCollector:
         self._taken[index] = (sequence.ledger.num_committed, len(text), sequence.is_finished)
         entries = sequence.logprobs[num_tokens:]
         wants_logprobs = sequence.params.logprobs is not None
+        for entry in entries:  # one by one, so that the sum does not depend on how the stream was cut
+            self._cumulative[index] += entry.logprob
         return CompletionOutput(
             index=index,
             text=text[num_characters:],
             token_ids=sequence.ledger.committed[num_tokens:],
-            cumulative_logprob=sum(entry.logprob for entry in sequence.logprobs) if wants_logprobs else None,
+            cumulative_logprob=self._cumulative[index] if wants_logprobs else None,
             logprobs=[self._logprob_dict(entry) for entry in entries] if wants_logprobs else None,
             finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
             stop_reason=sequence.stop_reason,

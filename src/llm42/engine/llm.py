@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -15,8 +14,8 @@ from typing_extensions import Self
 from llm42.config import EngineConfig
 from llm42.engine.collect import OutputCollector, failure
 from llm42.engine.engine import Engine, Prompt, RequestGroup
+from llm42.engine.frontend import Frontend
 from llm42.errors import RequestError
-from llm42.model.tokenizer import Tokenizer
 from llm42.outputs import RequestOutput
 from llm42.sampling.params import SamplingParams
 
@@ -24,7 +23,7 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "..."}, ...]``."""
 
 
-class LLM:
+class LLM(Frontend):
     """A model, ready to generate.
 
     Args:
@@ -46,41 +45,10 @@ class LLM:
             raise RequestError("the engine is closed")
         return self._open_engine
 
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration the engine runs with."""
-        return self._engine.config
-
-    @property
-    def model_path(self) -> Path:
-        """The directory of the loaded model."""
-        return self._engine.model_path
-
-    @property
-    def max_model_len(self) -> int:
-        """The most positions, prompt and output together, of one request."""
-        return self._engine.max_model_len
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._engine.tokenizer
-
-    @property
-    def contract(self) -> dict[str, Any]:
-        """Everything that may change bits; see docs/architecture.md."""
-        return self._engine.contract
-
-    @property
-    def system_fingerprint(self) -> str:
-        """The contract's hash: deterministic outputs are equal wherever it is."""
-        return self._engine.system_fingerprint
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, batched as the engine sees fit.
@@ -115,7 +83,6 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
         **template_fields: Any,
     ) -> list[RequestOutput]:

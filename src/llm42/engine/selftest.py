@@ -68,8 +68,8 @@ class _Layout:
     """How many of its rows each pass carries."""
     offset: int
     """Index of its first row in the pass."""
-    first_block: int
-    """Where its pages begin."""
+    pages: tuple[int, ...]
+    """Its blocks, in the order of its positions."""
     neighbour_length: int
     """Rows of each neighbouring segment; 0 for none: padding all around."""
 
@@ -78,17 +78,21 @@ def _check_passes(config: EngineConfig, decoder: Decoder) -> str | None:
     rows = config.canonical_rows
     length = min(_PROBE_LENGTH, rows)
     halves = (length - length // 2, length // 2)
-    layouts = [
-        _Layout((length,), 0, 1, 0),
-        _Layout((length,), 0, 1, 0),
-        _Layout((length,), rows - length, 9, 1),
-        _Layout(halves if length > 1 else (1,), rows // 3, 5, rows),
-    ]
     probe = _Probe(config, decoder, length)
+    straight = tuple(range(1, probe.num_pages + 1))
+    layouts = [
+        _Layout((length,), 0, straight, 0),
+        _Layout((length,), 0, straight, 0),
+        _Layout((length,), rows - length, tuple(page + 3 for page in reversed(straight)), 1),
+        _Layout(halves if length > 1 else (1,), rows // 3, straight[::2] + straight[1::2], rows),
+    ]
     expected, *others = (probe.run(layout) for layout in layouts)
     for layout, hidden in zip(layouts[1:], others, strict=True):
         if not torch.equal(hidden, expected):
-            return f"a canonical pass of {rows} rows gives other bits in another layout ({layout})"
+            return (
+                f"a canonical pass of {rows} rows gives other bits with the probe in chunks of {layout.chunks} from "
+                f"row {layout.offset} on, beside neighbours of {layout.neighbour_length} rows each"
+            )
     return None
 
 
@@ -100,7 +104,7 @@ class _Probe:
         self._decoder = decoder
         self._start = KEY_TILE - length // 2
         self._tokens = [(7 * position + 3) % decoder.config.vocab_size for position in range(length)]
-        self._num_pages = -(-(self._start + length) // _BLOCK_SIZE)
+        self.num_pages = -(-(self._start + length) // _BLOCK_SIZE)
         num_layers, two, _, num_kv_heads, head_dim = self._pool(1).data.shape
         context = torch.randn(
             (num_layers, two, self._start, num_kv_heads, head_dim), generator=torch.Generator().manual_seed(1)
@@ -121,18 +125,17 @@ class _Probe:
 
     def run(self, layout: _Layout) -> torch.Tensor:
         """The final hidden states of the probe's rows, ``[length, hidden]``."""
-        first_neighbour = layout.first_block + self._num_pages
+        first_neighbour = max(layout.pages) + 1
         kv = self._pool(first_neighbour + 2 * self._rows)
         kv.data[:, :, first_neighbour * _BLOCK_SIZE :] = _HUGE
-        first_slot = layout.first_block * _BLOCK_SIZE
-        kv.data[:, :, first_slot : first_slot + self._start] = self._context
-        pages = range(layout.first_block, first_neighbour)
+        slots = torch.tensor(layout.pages)[:, None] * _BLOCK_SIZE + torch.arange(_BLOCK_SIZE)
+        kv.data[:, :, slots.view(-1)[: self._start].to(kv.data.device)] = self._context
         outputs, done = [], 0
         for chunk in layout.chunks:
             offset = min(layout.offset, self._rows - chunk)
             ids = torch.arange(self._rows) * 31 % self._decoder.config.vocab_size
             ids[offset : offset + chunk] = torch.tensor(self._tokens[done : done + chunk])
-            segments = [RowSegment(offset, self._start + done, chunk, pages)]
+            segments = [RowSegment(offset, self._start + done, chunk, layout.pages)]
             if layout.neighbour_length:
                 for first, stop in ((0, offset), (offset + chunk, self._rows)):
                     segments.extend(_neighbours(first, stop, layout.neighbour_length, first_neighbour))
