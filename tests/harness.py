@@ -257,14 +257,9 @@ def mixed_workload(vocab_size: int, *, seed: int = 0, deterministic: bool = True
         length = lengths[index % len(lengths)]
         own = tuple(rng.randrange(3, vocab_size) for _ in range(length))
         prompt = shared + own[:9] if index % 4 == 3 else own
-        params = SamplingParams(
-            **{
-                "max_tokens": rng.choice((1, 40, 48, 64)),
-                "seed": rng.randrange(2**64),
-                "logprobs": 5,
-                "deterministic": deterministic,
-                **variants[index % len(variants)],
-            }
-        )
+        variant = variants[index % len(variants)]
+        max_tokens = max(rng.choice((1, 40, 48, 64)), variant.get("min_tokens", 0))
+        common = {"max_tokens": max_tokens, "seed": rng.randrange(2**64), "logprobs": 5, "deterministic": deterministic}
+        params = SamplingParams(**common, **variant)
         calls.append(Call(prompt, params))
     return calls
