@@ -100,7 +100,7 @@ class Oracle:
         """Logits of the rows from position ``logits_from`` on, of one canonical pass."""
         config = self.engine.config
         segment = RowSegment(0, start, len(tokens), range(1, self.num_blocks))
-        batch = RowBatch([segment], config.canonical_rows, self._size, is_canonical=True)
+        batch = RowBatch([segment], config.canonical_rows, self._size)
         ids = torch.tensor([*tokens, *[0] * (config.canonical_rows - len(tokens))])
         hidden = self.engine.decoder.forward(ids, batch, self.kv)[logits_from - start : len(tokens)]
         size = config.canonical_logit_rows

@@ -248,16 +248,16 @@ def make_with(make_llm, monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
-        (RowIndexLinear, "depends on its index or its neighbours in a pass of 32 rows; choose another canonical_rows"),
+        (RowIndexLinear, "depends on its index or its neighbours in a pass of 64 rows; choose another canonical_rows"),
         (LastRowLinear, "depends on its index or its neighbours"),
         (TensorScaleLinear, "depends on its index or its neighbours"),
         (UnrepeatableLinear, ""),
-        (CrowdedAttention, "a canonical pass of 32 rows gives other bits in another layout"),
-        (LongestAttention, "a canonical pass of 32 rows gives other bits in another layout"),
-        (LeakyAttention, "a canonical pass of 32 rows gives other bits in another layout"),
-        (ChunkedAttention, "a canonical pass of 32 rows gives other bits in another layout"),
-        (PageAttention, "a canonical pass of 32 rows gives other bits in another layout"),
-        (PaddedNorm, "a canonical pass of 32 rows gives other bits in another layout"),
+        (CrowdedAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
+        (LongestAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
+        (LeakyAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
+        (ChunkedAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
+        (PageAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
+        (PaddedNorm, "a canonical pass of 64 rows gives other bits with the probe in"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

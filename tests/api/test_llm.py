@@ -69,11 +69,11 @@ def test_results_and_configuration_have_the_promised_names(kind, names):
 
 def test_the_model_can_be_asked_where_it_is_and_how_it_runs(llm, model):
     assert llm.model_path == Path(model)
-    assert llm.config.canonical_rows == 32
+    assert llm.config.canonical_rows == 64
     assert llm.max_model_len == 1200
     assert llm.tokenizer.vocab_size == VOCAB_SIZE
     assert llm.system_fingerprint.startswith("fp_")
-    assert llm.contract["canonical_rows"] == 32
+    assert llm.contract["canonical_rows"] == 64
 
 
 # Prompts and parameters

@@ -45,7 +45,7 @@ def test_fp32_logits_equal_those_of_transformers(llm, transformers_model):
     with torch.inference_mode():
         expected = transformers_model(torch.tensor([ids])).logits[0]
         for start in range(0, 512, 128):
-            batch = RowBatch([RowSegment(0, start, 128, range(1, 33))], 128, 16, is_canonical=True)
+            batch = RowBatch([RowSegment(0, start, 128, range(1, 33))], 128, 16)
             logits = decoder.logits(decoder.forward(torch.tensor(ids[start : start + 128]), batch, kv))
             difference = (logits - expected[start : start + 128]).abs().max().item()
             assert difference < 1e-3

@@ -12,7 +12,7 @@ from llm42.config import EngineConfig
 from llm42.engine.engine import Engine
 from real_data import gsm8k
 
-TOKENS = 20
+TOKENS = 12
 """Short outputs: the oracle needs a whole canonical pass for each token."""
 
 

@@ -66,7 +66,7 @@ class Runner:
             logit_rows.extend(_rows_with_logits(segment, index, row))
         num_rows = self._config.canonical_rows if work.is_canonical else len(token_ids)
         token_ids.extend([0] * (num_rows - len(token_ids)))
-        batch = RowBatch(segments, num_rows, self._block_size, is_canonical=work.is_canonical)
+        batch = RowBatch(segments, num_rows, self._block_size)
         device = self._decoder.device
         hidden = self._decoder.forward(torch.tensor(token_ids, device=device), batch, self._kv)
         results = [SegmentResult() for _ in work.segments]

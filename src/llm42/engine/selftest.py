@@ -140,7 +140,7 @@ class _Probe:
                 for first, stop in ((0, offset), (offset + chunk, self._rows)):
                     segments.extend(_neighbours(first, stop, layout.neighbour_length, first_neighbour))
             segments.sort(key=lambda segment: segment.row)
-            batch = RowBatch(segments, self._rows, _BLOCK_SIZE, is_canonical=True)
+            batch = RowBatch(segments, self._rows, _BLOCK_SIZE)
             hidden = self._decoder.forward(ids.to(self._decoder.device), batch, kv)
             outputs.append(hidden[offset : offset + chunk])
             done += chunk

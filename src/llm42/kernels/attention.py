@@ -5,7 +5,9 @@ always sits at index ``p % QUERY_TILE`` of a tile that starts at a multiple of `
 ``KEY_TILE`` positions from position 0 on; every product has one fixed shape per tile. So which operations make up a
 row's result, and in which order, follows from p alone. Positions that a tile may not see are read from the null slot.
 
-A fast pass uses query tiles of one row instead: cheaper for decoding, with other bits.
+A decode row pays for a whole tile of queries, which costs about a tenth of a step: the time goes into reading keys and
+values, and those are read once for the tile. Attention is in return the same for every kind of pass, so fast passes
+draft what the verifier confirms unless the linear layers disagree.
 """
 
 from __future__ import annotations
@@ -26,35 +28,32 @@ _MASKED = -1.0e30
 class AttentionPlan:
     """Index tensors that all layers of a pass share.
 
-    ``tile_rows [tiles, query_tile]`` is the pass row at each place of each query tile (``num_rows`` for an empty
+    ``tile_rows [tiles, QUERY_TILE]`` is the pass row at each place of each query tile (``num_rows`` for an empty
     place), longest context first; ``row_places [rows]`` is the inverse.
     """
 
     def __init__(self, batch: RowBatch, device: torch.device) -> None:
         self.num_rows = batch.num_rows
-        self.query_tile = QUERY_TILE if batch.is_canonical else 1
         self.positions = torch.from_numpy(batch.positions).to(device)
         self.slots = torch.from_numpy(batch.slots).to(device)
         self._device = device
         self._block_size = batch.block_size
-        tiles = sorted(
-            (tile for segment in batch.segments for tile in _tiles(segment, self.query_tile)), key=lambda tile: -tile[1]
-        )
+        tiles = sorted((tile for segment in batch.segments for tile in _tiles(segment)), key=lambda tile: -tile[1])
         self._lengths = [end for _, end, _, _ in tiles]
         self._segments = [segment for segment, _, _, _ in tiles]
-        rows = np.full((len(tiles), self.query_tile), self.num_rows, dtype=np.int64)
+        rows = np.full((len(tiles), QUERY_TILE), self.num_rows, dtype=np.int64)
         places = np.full(self.num_rows, rows.size, dtype=np.int64)
         starts = np.zeros((len(tiles), 1), dtype=np.int64)
         for index, (_, _, first_position, pass_rows) in enumerate(tiles):
-            place = first_position % self.query_tile
+            place = first_position % QUERY_TILE
             rows[index, place : place + len(pass_rows)] = pass_rows
             places[pass_rows.start : pass_rows.stop] = (
-                index * self.query_tile + place + np.arange(len(pass_rows), dtype=np.int64)
+                index * QUERY_TILE + place + np.arange(len(pass_rows), dtype=np.int64)
             )
             starts[index] = first_position - place
         self.tile_rows = torch.from_numpy(rows).to(device)
         self.row_places = torch.from_numpy(places).to(device)
-        self._tile_positions = torch.from_numpy(starts + np.arange(self.query_tile)).to(device)
+        self._tile_positions = torch.from_numpy(starts + np.arange(QUERY_TILE)).to(device)
         self._key_tiles: dict[tuple[int, int, int | None], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @property
@@ -85,7 +84,7 @@ class AttentionPlan:
 
         Returns:
             Pairs of the rows ``[active tiles * num_kv_heads * KEY_TILE]`` of the flattened pool to gather, and a mask
-            ``[active tiles, 1, query_tile * group, KEY_TILE]`` that is true where a query may not see a key.
+            ``[active tiles, 1, QUERY_TILE * group, KEY_TILE]`` that is true where a query may not see a key.
         """
         key = (num_kv_heads, group, window)
         if key not in self._key_tiles:
@@ -108,12 +107,12 @@ class AttentionPlan:
         return hidden.repeat_interleave(group, dim=1).unsqueeze(1)
 
 
-def _tiles(segment: RowSegment, query_tile: int) -> list[tuple[RowSegment, int, int, range]]:
+def _tiles(segment: RowSegment) -> list[tuple[RowSegment, int, int, range]]:
     """Cut a segment at multiples of the tile: (segment, end position, first position, rows of the pass)."""
     result = []
     position, stop = segment.start, segment.start + segment.length
     while position < stop:
-        end = min(stop, (position // query_tile + 1) * query_tile)
+        end = min(stop, (position // QUERY_TILE + 1) * QUERY_TILE)
         row = segment.row + position - segment.start
         result.append((segment, end, position, range(row, row + end - position)))
         position = end
@@ -127,11 +126,11 @@ def tiled_attention(
     _, num_heads, head_dim = q.shape
     num_kv_heads = kv[0].shape[1]
     group = num_heads // num_kv_heads
-    tiles, query_tile = plan.num_tiles, plan.query_tile
+    tiles = plan.num_tiles
     padded = torch.cat((q.float() * scale, q.new_zeros(1, num_heads, head_dim, dtype=torch.float32)))
-    queries = padded[plan.tile_rows].view(tiles, query_tile, num_kv_heads, group, head_dim).transpose(1, 2)
-    queries = queries.reshape(tiles, num_kv_heads, query_tile * group, head_dim)
-    shape = (tiles, num_kv_heads, query_tile * group)
+    queries = padded[plan.tile_rows].view(tiles, QUERY_TILE, num_kv_heads, group, head_dim).transpose(1, 2)
+    queries = queries.reshape(tiles, num_kv_heads, QUERY_TILE * group, head_dim)
+    shape = (tiles, num_kv_heads, QUERY_TILE * group)
     highest = q.new_full(shape, _MASKED, dtype=torch.float32)
     total = q.new_zeros(shape, dtype=torch.float32)
     result = q.new_zeros((*shape, head_dim), dtype=torch.float32)
@@ -151,8 +150,8 @@ def tiled_attention(
         result[:active] = result[:active] * decay.unsqueeze(-1) + _bmm(weights, values)
     # An empty place of a tile may have seen nothing; it is never read, but must not divide by zero.
     result /= total.clamp_min_(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    flat = result.view(tiles, num_kv_heads, query_tile, group, head_dim).transpose(1, 2)
-    flat = flat.reshape(tiles * query_tile, num_heads * head_dim).to(q.dtype)
+    flat = result.view(tiles, num_kv_heads, QUERY_TILE, group, head_dim).transpose(1, 2)
+    flat = flat.reshape(tiles * QUERY_TILE, num_heads * head_dim).to(q.dtype)
     return torch.cat((flat, flat.new_zeros(1, num_heads * head_dim)))[plan.row_places]
 
 

@@ -1,8 +1,8 @@
 """The kernel interface: what a backend implements, and the data it is handed.
 
 A backend keeps two promises, which the start-up self-test checks: at one fixed number of rows a row's result does not
-depend on its index or its neighbours, and attention of a row in a canonical pass depends on nothing but its own query,
-its position and the KV of the positions up to it.
+depend on its index or its neighbours, and attention of a row depends on nothing but its own query, its position and the
+KV of the positions up to it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ class RowBatch:
         segments: In row order, without gaps from row 0 on.
         num_rows: Rows of the pass, padding included.
         block_size: Positions of one KV block.
-        is_canonical: Whether attention must use its canonical configuration.
     """
 
-    def __init__(self, segments: Sequence[RowSegment], num_rows: int, block_size: int, *, is_canonical: bool) -> None:
+    def __init__(self, segments: Sequence[RowSegment], num_rows: int, block_size: int) -> None:
         self.segments = segments
         self.num_rows = num_rows
         self.block_size = block_size
-        self.is_canonical = is_canonical
         self.positions = np.zeros(num_rows, dtype=np.int64)
         self.slots = np.full(num_rows, PADDING_SLOT, dtype=np.int64)
         for segment in segments:
