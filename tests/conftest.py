@@ -1,6 +1,15 @@
-"""What all tests share: hypothesis without time limits, because a busy machine is not a fault of the code."""
+"""What all tests share: one thread per process, and hypothesis without time limits.
+
+The suite runs in two processes (pytest-xdist). OpenMP teams of two such processes on two cores would wait for each
+other most of the time, so each gets one thread, the commands that tests start included.
+"""
 
 from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from hypothesis import settings
 

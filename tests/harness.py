@@ -19,7 +19,7 @@ from llm42.engine.engine import Engine, RequestGroup
 from llm42.kernels import KVPool, RowBatch, RowSegment
 from llm42.sampling.logprobs import token_logprobs
 from llm42.sampling.sampler import SampleRow, sample
-from tiny_models import EOS_TOKEN_ID
+from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -195,6 +195,7 @@ def run(engine: Engine, calls: Sequence[Call], schedule: Schedule | None = None)
     schedule = schedule or Schedule()
     rng = random.Random(schedule.seed)
     core = engine.core
+    engine.pin_threads()
     if schedule.adversary_rate is not None:
         adversary = Adversary(core.runner.execute, schedule.adversary_rate, engine.decoder.config.vocab_size)
         core.runner.execute = adversary.execute
@@ -263,3 +264,23 @@ def mixed_workload(vocab_size: int, *, seed: int = 0, deterministic: bool = True
         params = SamplingParams(**common, **variant)
         calls.append(Call(prompt, params))
     return calls
+
+
+class Reference:
+    """A tiny model, its workload, and what the oracle says of it."""
+
+    def __init__(self, directory, family: str, kernels: str, dtype: str, **fields) -> None:
+        self.model = write_tiny_model(directory, family)
+        self.fields = {"kernels": kernels, "dtype": dtype, **fields}
+        self.calls: list[Call] = mixed_workload(VOCAB_SIZE)
+        oracle = Oracle(make_engine(self.model, mode="invariant", **self.fields))
+        self.expected: list[Bits] = []
+        self.canonical_kv: list[torch.Tensor] = []
+        for call in self.calls:
+            self.expected.append(bits(oracle.generate(call)))
+            # All positions but the last token's, which is never an input.
+            num_positions = len(call.prompt_token_ids) + len(self.expected[-1].token_ids) - 1
+            self.canonical_kv.append(oracle.kv_of(num_positions).clone())
+
+    def engine(self, **fields):
+        return make_engine(self.model, **{**self.fields, **fields})

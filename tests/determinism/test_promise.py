@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import Schedule, bits, run
+from harness import Reference, Schedule, bits, run
 
 VERIFIED = [("portable", "bfloat16"), ("portable", "float32"), ("jitter", "bfloat16"), ("jitter", "float32")]
 
@@ -92,7 +92,7 @@ def test_preemption_in_mid_window_changes_nothing(reference, kernels):
 
 def test_preemption_for_want_of_memory_changes_nothing(reference):
     ref = reference("llama", "jitter")
-    engine = ref.engine(kv_cache_bytes=200_000, max_model_len=400)
+    engine = ref.engine(kv_cache_bytes=450_000, max_model_len=1100)
     ran = run(engine, ref.calls, Schedule(neighbours=12))
     assert_equals_oracle(ref, ran)
     assert ran.total("num_preemptions") > 0
@@ -162,6 +162,12 @@ def test_every_model_family_keeps_the_promise(reference, family):
     ran = run(ref.engine(window_size=8), ref.calls, schedule)
     assert_equals_oracle(ref, ran)
     assert ran.total("num_rollbacks") > 0
+
+
+def test_two_threads_keep_the_promise(tmp_path):
+    """Threads are part of the contract: another count, perhaps other bits, but the same ones in every schedule."""
+    ref = Reference(tmp_path, "llama", "jitter", "bfloat16", num_threads=2)
+    assert_equals_oracle(ref, run(ref.engine(), ref.calls, Schedule(neighbours=6, adversary_rate=0.1)))
 
 
 def test_fp16_keeps_the_promise(reference):

@@ -12,6 +12,8 @@ from llm42 import LLM, SamplingParams
 from llm42.kernels import KVPool, RowBatch, RowSegment
 from real_data import gsm8k, humaneval
 
+pytestmark = pytest.mark.xdist_group("smollm2 model")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
 CHAT = SamplingParams(temperature=0.0, max_tokens=64, deterministic=True)
 

@@ -12,6 +12,8 @@ from llm42.config import EngineConfig
 from llm42.engine.engine import Engine
 from real_data import gsm8k
 
+pytestmark = pytest.mark.xdist_group("smollm2 promise")  # the oracle is asked once for each kind of kernels
+
 TOKENS = 12
 """Short outputs: the oracle needs a whole canonical pass for each token."""
 
