@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llm42.errors import ModelError
-from llm42.model.config import ModelConfig, RopeConfig
+from llm42.model.config import ModelConfig
+from llm42.model.rope import RopeConfig
 from tiny_models import FAMILIES, write_tiny_model
 
 if TYPE_CHECKING:
