@@ -16,7 +16,7 @@ from llm42 import SamplingParams
 from llm42.config import EngineConfig
 from llm42.engine.collect import OutputCollector
 from llm42.engine.engine import Engine, RequestGroup
-from llm42.kernels import KVPool, RowBatch, RowSegment
+from llm42.kernels import RowBatch, RowSegment
 from llm42.sampling.logprobs import token_logprobs
 from llm42.sampling.sampler import SampleRow, sample
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
@@ -82,18 +82,9 @@ class Oracle:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        model, decoder = engine.decoder.config, engine.decoder
         self._size = 16
         self.num_blocks = engine.max_model_len // self._size + 2
-        self.kv = KVPool(
-            num_layers=model.num_hidden_layers,
-            num_blocks=self.num_blocks,
-            block_size=self._size,
-            num_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
-        )
+        self.kv = engine.decoder.new_kv_pool(self.num_blocks, self._size)
 
     @torch.inference_mode()
     def _pass(self, tokens: Sequence[int], start: int, logits_from: int) -> torch.Tensor:

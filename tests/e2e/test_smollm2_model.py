@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm42 import LLM, SamplingParams
-from llm42.kernels import KVPool, RowBatch, RowSegment
+from llm42.kernels import RowBatch, RowSegment
 from real_data import gsm8k, humaneval
 
 pytestmark = pytest.mark.xdist_group("smollm2 model")
@@ -34,16 +34,7 @@ def test_fp32_logits_equal_those_of_transformers(llm, transformers_model):
     ids = llm.tokenizer.encode("\n".join(problem["prompt"] for problem in humaneval()))[:512]
     assert len(ids) == 512
     decoder = llm._engine.decoder
-    model = decoder.config
-    kv = KVPool(
-        num_layers=model.num_hidden_layers,
-        num_blocks=33,
-        block_size=16,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        dtype=torch.float32,
-        device=decoder.device,
-    )
+    kv = decoder.new_kv_pool(33, 16)
     with torch.inference_mode():
         expected = transformers_model(torch.tensor([ids])).logits[0]
         for start in range(0, 512, 128):

@@ -23,7 +23,7 @@ from llm42.engine.request import Request, SequenceSpec
 from llm42.engine.runner import Runner
 from llm42.engine.selftest import self_test
 from llm42.engine.text import OutputText
-from llm42.kernels import KVPool, create_kernels
+from llm42.kernels import create_kernels
 from llm42.kernels.attention import KEY_TILE
 from llm42.model.config import ModelConfig
 from llm42.model.decoder import Decoder, element_types, kv_bytes_per_position
@@ -80,15 +80,7 @@ class Engine:
         self.system_fingerprint = fingerprint(self.contract)
         self.refusal = _refusal(config, self.decoder)
         pool = BlockPool(num_blocks, config.block_size)
-        kv = KVPool(
-            num_layers=model_config.num_hidden_layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            num_kv_heads=model_config.num_key_value_heads,
-            head_dim=model_config.head_dim,
-            dtype=dtype,
-            device=self.decoder.device,
-        )
+        kv = self.decoder.new_kv_pool(num_blocks, config.block_size)
         self.core = EngineCore(config, pool, Runner(config, self.decoder, kv, config.block_size))
         self._ids = itertools.count()
         self._eos = frozenset(model_config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from llm42.config import EngineConfig
-from llm42.kernels import Kernels, KVPool, PreparedLinear, RowBatch, RowSegment
+from llm42.kernels import Kernels, PreparedLinear, RowBatch, RowSegment
 from llm42.kernels.attention import KEY_TILE
 from llm42.model.decoder import Decoder
 
@@ -105,28 +105,16 @@ class _Probe:
         self._start = KEY_TILE - length // 2
         self._tokens = [(7 * position + 3) % decoder.config.vocab_size for position in range(length)]
         self.num_pages = -(-(self._start + length) // _BLOCK_SIZE)
-        num_layers, two, _, num_kv_heads, head_dim = self._pool(1).data.shape
+        num_layers, two, _, num_kv_heads, head_dim = decoder.new_kv_pool(1, _BLOCK_SIZE).data.shape
         context = torch.randn(
             (num_layers, two, self._start, num_kv_heads, head_dim), generator=torch.Generator().manual_seed(1)
         )
         self._context = context.to(decoder.device, decoder.dtype)
 
-    def _pool(self, num_blocks: int) -> KVPool:
-        model = self._decoder.config
-        return KVPool(
-            num_layers=model.num_hidden_layers,
-            num_blocks=num_blocks,
-            block_size=_BLOCK_SIZE,
-            num_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            dtype=self._decoder.dtype,
-            device=self._decoder.device,
-        )
-
     def run(self, layout: _Layout) -> torch.Tensor:
         """The final hidden states of the probe's rows, ``[length, hidden]``."""
         first_neighbour = max(layout.pages) + 1
-        kv = self._pool(first_neighbour + 2 * self._rows)
+        kv = self._decoder.new_kv_pool(first_neighbour + 2 * self._rows, _BLOCK_SIZE)
         kv.data[:, :, first_neighbour * _BLOCK_SIZE :] = _HUGE
         slots = torch.tensor(layout.pages)[:, None] * _BLOCK_SIZE + torch.arange(_BLOCK_SIZE)
         kv.data[:, :, slots.view(-1)[: self._start].to(kv.data.device)] = self._context

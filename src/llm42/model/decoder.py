@@ -74,6 +74,18 @@ class Decoder:
         """The output projection, ``[vocab, hidden]``."""
         return self._lm_head
 
+    def new_kv_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        """KV memory of the shape this model needs, zeroed."""
+        return KVPool(
+            num_layers=self.config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
     def forward(self, token_ids: torch.Tensor, batch: RowBatch, kv: KVPool) -> torch.Tensor:
         """Run the layers over one pass and write its KV.
 

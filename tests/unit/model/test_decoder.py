@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm42 import LLM, SamplingParams
-from llm42.kernels import KVPool, RowBatch, RowSegment, create_kernels
+from llm42.kernels import RowBatch, RowSegment, create_kernels
 from llm42.model.config import ModelConfig
 from llm42.model.decoder import Decoder
 from llm42.model.weights import load_weights
@@ -31,15 +31,7 @@ def logits_of(path, ids: torch.Tensor, chunk: int) -> torch.Tensor:
     weights = load_weights(path, config, torch.float32)
     decoder = Decoder(config, weights, create_kernels("portable"), 2048)
     assert not weights, "every weight of the file has its place in the model"
-    kv = KVPool(
-        num_layers=config.num_hidden_layers,
-        num_blocks=40,
-        block_size=16,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    kv = decoder.new_kv_pool(40, 16)
     blocks = [*range(39, 20, -1)]
     parts = []
     for start in range(0, len(ids), chunk):
