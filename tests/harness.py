@@ -17,7 +17,7 @@ from llm42.config import EngineConfig
 from llm42.engine.collect import OutputCollector
 from llm42.engine.engine import Engine, RequestGroup
 from llm42.kernels import RowBatch, RowSegment
-from llm42.sampling.logprobs import token_logprobs
+from llm42.sampling.logprobs import TokenLogprobs
 from llm42.sampling.sampler import SampleRow, sample
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
@@ -73,7 +73,7 @@ def _exact(entries: Sequence[LogprobDict | None] | None) -> tuple:
 
 
 def make_engine(model: Path, **fields) -> Engine:
-    defaults = {**CANONICAL, "kv_cache_bytes": 8 << 20, "num_threads": 1}
+    defaults = {**CANONICAL, "mode": "verify", "kv_cache_bytes": 8 << 20, "num_threads": 1}
     return Engine(EngineConfig(model=str(model), **{**defaults, **fields}))
 
 
@@ -83,18 +83,18 @@ class Oracle:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._size = 16
+        self._rows = engine.atlas.rows.pad(64)
         self.num_blocks = engine.max_model_len // self._size + 2
         self.kv = engine.decoder.new_kv_pool(self.num_blocks, self._size)
 
     @torch.inference_mode()
     def _pass(self, tokens: Sequence[int], start: int, logits_from: int) -> torch.Tensor:
         """Logits of the rows from position ``logits_from`` on, of one canonical pass."""
-        config = self.engine.config
         segment = RowSegment(0, start, len(tokens), range(1, self.num_blocks))
-        batch = RowBatch([segment], config.canonical_rows, self._size)
-        ids = torch.tensor([*tokens, *[0] * (config.canonical_rows - len(tokens))])
+        batch = RowBatch([segment], self._rows, self._size)
+        ids = torch.tensor([*tokens, *[0] * (self._rows - len(tokens))])
         hidden = self.engine.decoder.forward(ids, batch, self.kv)[logits_from - start : len(tokens)]
-        size = config.canonical_logit_rows
+        size = self.engine.atlas.logit_rows.pad(16)
         parts = []
         for part in hidden.split(size) if len(hidden) else ():
             padded = torch.cat((part, part.new_zeros(size - len(part), part.shape[1])))
@@ -107,7 +107,7 @@ class Oracle:
         (request,) = group.sequences
         params, prompt = call.params, list(call.prompt_token_ids)
         tokens, start = list(prompt), 0
-        rows = self.engine.config.canonical_rows
+        rows = self._rows
         stops = frozenset() if params.ignore_eos else self.engine._eos
         while not request.is_finished:
             chunk = tokens[start : start + rows]
@@ -115,21 +115,25 @@ class Oracle:
             logits = self._pass(chunk, start, start if scored else start + len(chunk) - 1)
             if scored:
                 for row, following in zip(logits, tokens[start + 1 : start + 1 + len(chunk)], strict=False):
-                    request.prompt_logprobs.append(token_logprobs(row, following, params.prompt_logprobs))
+                    request.prompt_logprobs.append(self._score(row, following, params.prompt_logprobs))
             start += len(chunk)
             if start < len(tokens):
                 continue
             row = SampleRow(
                 params, request.spec.seed, prompt, tokens[len(prompt) :], stops | set(params.stop_token_ids or ())
             )
-            (token,) = sample(logits[-1:], [row])
+            (token,) = sample(logits[-1:], [row], self.engine.decoder.kernels.sampler)
             tokens.append(token)
             request.ledger.restore(len(tokens) - 2)
             request.ledger.token_ids.append(token)
             request.ledger.num_committed += 1
-            entry = [token_logprobs(logits[-1], token, params.logprobs)] if params.logprobs is not None else []
+            entry = [self._score(logits[-1], token, params.logprobs)] if params.logprobs is not None else []
             request.accept(1, entry)
         return OutputCollector(group, self.engine.tokenizer).take()
+
+    def _score(self, row: torch.Tensor, token_id: int, k: int) -> TokenLogprobs:
+        (score,) = self.engine.decoder.kernels.sampler.token_logprobs(row[None].contiguous(), [0], [token_id], [k])
+        return score
 
     def kv_of(self, num_positions: int) -> torch.Tensor:
         """Canonical KV ``[layers, 2, positions, heads, head_dim]`` of the request that ran last."""
@@ -275,3 +279,14 @@ class Reference:
 
     def engine(self, **fields):
         return make_engine(self.model, **{**self.fields, **fields})
+
+
+def assert_equals_oracle(reference: Reference, ran: Ran, *, only: Callable[[int], bool] = lambda _: True) -> None:
+    """Compare the outputs for which ``only`` holds, and that there is something to compare."""
+    compared = [index for index in range(len(ran.outputs)) if only(index)]
+    for index in compared:
+        expected = reference.expected[index]
+        assert bits(ran.outputs[index]) == expected, f"request {index}: {reference.calls[index].params}"
+        assert expected.token_ids
+        assert len(expected.logprobs) == len(expected.token_ids)
+    assert compared

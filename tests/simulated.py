@@ -17,7 +17,7 @@ from llm42.cache import BlockPool
 from llm42.config import EngineConfig
 from llm42.engine.request import Request, SequenceSpec
 from llm42.engine.runner import SegmentResult
-from llm42.engine.scheduler import Pass, Segment
+from llm42.engine.scheduler import Pass, PassShapes, Segment
 from llm42.sampling.logprobs import TokenLogprobs
 from llm42.sampling.sampler import UNUSABLE
 
@@ -159,8 +159,11 @@ class Tally:
 class SimulatedRunner:
     """Executes passes on the hash; checks all that attention would read, and all that is written."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, seed: int = 0) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, shapes: PassShapes, seed: int = 0) -> None:
         self._config = config
+        self._shapes = shapes
+        self.max_window: Callable[[], int] = lambda: config.window_size
+        """W, where the scheduler chooses it."""
         self._pool = pool
         self._random = Random(seed)
         self.cells: dict[int, Cell] = {}
@@ -169,6 +172,9 @@ class SimulatedRunner:
         """How often the token of a draft is wrong."""
         self.unusable_rate = 0.0
         """How often the fast path has no token at all."""
+        self.violation_rate = 0.0
+        """How often a spot check fails."""
+        self.num_checked = self.num_violations = 0
         self.fail_next = False
         self.last_pass: Pass | None = None
         self.on_pass: Callable[[Pass], None] = lambda _work: None
@@ -212,22 +218,30 @@ class SimulatedRunner:
         requests = [segment.request for segment in work.segments]
         assert requests, "an empty pass"
         assert len(set(requests)) == len(requests), "a request twice in a pass"
-        limit = config.canonical_budget if work.is_canonical else config.pass_rows
-        assert sum(len(segment.rows) for segment in work.segments) <= limit, "more rows than the pass has"
+        limit = self._shapes.canonical_budget if work.is_canonical else self._shapes.pass_rows
+        num_rows = sum(len(segment.rows) for segment in work.segments)
+        assert num_rows <= limit, "more rows than the pass may carry"
+        assert num_rows <= work.num_rows, "more rows than the pass has"
+        assert not work.is_canonical or work.num_rows in self._shapes.canonical, "a row count outside the class"
         assert work.is_canonical or config.mode != "invariant", "a fast pass in invariant mode"
-        for request, rows, is_draft in ((segment.request, segment.rows, segment.is_draft) for segment in work.segments):
-            ledger = request.ledger
+        for segment in work.segments:
+            ledger, rows = segment.request.ledger, segment.rows
             assert len(rows) > 0, "a segment without rows"
-            if is_draft:
+            if segment.is_draft:
                 assert config.mode != "invariant", "a draft in invariant mode"
                 assert rows == range(ledger.num_tokens - 1, ledger.num_tokens), "a draft of another row than the last"
                 assert not ledger.is_prefilling, "a draft without KV below"
-                assert ledger.num_candidates < 2 * config.window_size, "too many candidates"
-                assert not (ledger.num_candidates and _ends(request)), "drafting goes on after a finished candidate"
+                assert ledger.num_candidates < 2 * self.max_window(), "too many candidates"
+                assert not (ledger.num_candidates and _ends(segment.request)), "drafting after a finished candidate"
             else:
                 assert work.is_canonical, "a window in a fast pass"
                 assert rows.stop <= ledger.num_tokens, "rows without a token"
-                assert not ledger.num_candidates or len(rows) <= config.window_size, "a window over W"
+                assert not ledger.num_candidates or len(rows) <= self.max_window(), "a window over W"
+            if segment.num_checked:
+                assert config.mode == "auto", "a spot check where nothing is committed directly"
+                assert ledger.num_candidates == 0, "a spot check of a request with candidates"
+                assert rows.start + segment.num_checked == ledger.watermark, "a spot check of other rows than committed"
+                assert rows.start >= ledger.prompt_len, "a spot check of the prompt"
 
     def _write(self, segment: Segment, written: set[int], *, is_canonical: bool, is_garbage: bool = False) -> None:
         """Store the KV of the rows, before any row reads: as a pass does, layer by layer."""
@@ -269,6 +283,10 @@ class SimulatedRunner:
                 self._entry(request, position, ledger.token_ids[position + 1]) for position in scored
             ]
         first = rows.start if segment.is_draft else max(rows.start, ledger.prompt_len + ledger.num_committed - 1)
+        self.num_checked += segment.num_checked
+        if segment.num_checked and self._random.random() < self.violation_rate:
+            self.num_violations += 1
+            result.violation = "simulated bits"
         for position in range(first, rows.stop):
             row = request.sample_row(position)
             is_masked = len(row.output_token_ids) < row.params.min_tokens

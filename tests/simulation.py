@@ -15,8 +15,9 @@ from llm42.engine.collect import OutputCollector
 from llm42.engine.core import EngineCore
 from llm42.engine.engine import RequestGroup
 from llm42.engine.request import Request, SequenceSpec
-from llm42.engine.scheduler import Pass
+from llm42.engine.scheduler import Pass, PassShapes
 from llm42.engine.text import OutputText
+from llm42.protocol import ShapeClass
 from llm42.sampling.noise import child_seed
 from llm42.sampling.params import SamplingParams
 from llm42.sampling.sampler import UNUSABLE
@@ -39,12 +40,16 @@ _CUT_SHORT = ("abort", "error")
 class Simulation:
     """An engine core over the simulated runner, with every invariant checked after each operation."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, seed: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, seed: int = 0, row_counts: Sequence[int] | None = None
+    ) -> None:
         self.config = config
         self.pool = BlockPool(num_blocks, config.block_size)
-        self.runner = SimulatedRunner(config, self.pool, seed)
+        shapes = PassShapes.choose(config, ShapeClass(row_counts or [config.canonical_rows]))
+        self.runner = SimulatedRunner(config, self.pool, shapes, seed)
         self.runner.on_pass = self._check_neighbours
-        self.core = EngineCore(config, self.pool, self.runner)
+        self.core = EngineCore(config, self.pool, self.runner, shapes)
+        self.core.scheduler.spot_check_interval = 3
         self.requests: list[Request] = []
         self.collectors: list[OutputCollector] = []
         self.seen: dict[Request, Outcome] = {}
@@ -247,7 +252,7 @@ class Simulation:
 
     def _check_neighbours(self, work: Pass) -> None:
         """An ordinary request that decodes is in this pass or was in the last one: it waits for nobody's window."""
-        if self.config.mode == "invariant" or self.config.pass_rows < self.config.max_num_seqs:
+        if self.config.mode == "invariant" or self.core.scheduler.shapes.pass_rows < self.config.max_num_seqs:
             return
         running = self.core.scheduler.running
         ordinary = (request for request in running if not request.ledger.deterministic)
@@ -283,15 +288,15 @@ def make_config(**fields):
     return EngineConfig(model="simulated", canonical_logit_rows=1, **(small | fields))
 
 
-def make_simulation(config, spare_blocks, seed=0):
+def make_simulation(config, spare_blocks, seed=0, row_counts=None):
     """The smallest pool that holds one request of full length, and a few blocks more."""
-    return Simulation(config, -(-MAX_MODEL_LEN // config.block_size) + 1 + spare_blocks, seed)
+    return Simulation(config, -(-MAX_MODEL_LEN // config.block_size) + 1 + spare_blocks, seed, row_counts)
 
 
 def random_config(random):
     window = random.randint(2, 8)
     return make_config(
-        mode=random.choice(["verify", "verify", "verify", "invariant"]),
+        mode=random.choice(["verify", "verify", "auto", "auto", "invariant"]),
         window_size=window,
         verify_batch_size=random.randint(1, 4),
         canonical_rows=max(window, random.choice([4, 6, 8, 12, 16])),
@@ -326,7 +331,8 @@ def random_params(random, **fields):
 def disturbed_run(seed, num_operations=80):
     """A run with arrivals, cancellations, preemptions, a failing pass now and then, and a changing adversary."""
     random = Random(seed)
-    simulation = make_simulation(random_config(random), random.choice([0, 2, 8, 60]), seed)
+    row_counts = random.choice([None, range(1, 17), [1, 2, 3, 6, 12], [4, 8, 16]])
+    simulation = make_simulation(random_config(random), random.choice([0, 2, 8, 60]), seed, row_counts)
     scheduler = simulation.core.scheduler
     for _ in range(num_operations):
         dice = random.random()
@@ -340,6 +346,7 @@ def disturbed_run(seed, num_operations=80):
             simulation.runner.fail_next = True
         elif dice < 0.25:
             simulation.runner.wrong_rate = random.choice([0.0, 0.01, 0.2, 1.0])
+            simulation.runner.violation_rate = random.choice([0.0, 0.0, 0.2])
             simulation.runner.unusable_rate = random.choice([0.0, 0.0, 0.0, 0.05])
         else:
             simulation.step()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-MODES = ("verify", "invariant", "off")
+MODES = ("auto", "verify", "invariant", "off")
 DTYPES = ("bfloat16", "float16", "float32")
-KERNELS = ("portable", "jitter")
+KERNELS = ("auto", "native", "portable", "jitter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,23 +20,26 @@ class EngineConfig:
 
     model: str
     """A pulled name, a directory in Hugging Face layout, a GGUF file, or a hub id."""
-    mode: str = "verify"
-    """`verify`: draft and verify; `invariant`: every pass canonical; `off`: deterministic requests are refused."""
-    kernels: str = "portable"
-    """The kernel backend; `jitter` is the adversary, for demonstrations and tests."""
+    mode: str = "auto"
+    """`auto`: commit at once what canonical passes decode, draft and verify the rest; `verify`: draft and verify
+    everything; `invariant`: every pass canonical, at one row count; `off`: deterministic requests are refused."""
+    kernels: str = "auto"
+    """The kernel backend: `native` (C++ for CPUs), `portable` (PyTorch), or `auto`: native where it can be built.
+    `jitter` is the adversary, for demonstrations and tests."""
     dtype: str = "bfloat16"
-    window_size: int = 32
-    """W: the most rows of one verification window."""
-    verify_batch_size: int = 8
-    """G: so many ready windows launch a verification pass at once; fewer wait for others, a few steps at most."""
-    canonical_rows: int = 64
-    """M: the row count of every canonical pass. Part of the contract: another value gives other bits."""
-    canonical_logit_rows: int = 32
-    """The row count of the lm_head in canonical passes, which sees only rows that need logits. Part of the contract."""
+    window_size: int | None = None
+    """W: the most rows of one verification window. Default: from the measured cost of passes and rate of flips."""
+    verify_batch_size: int | None = None
+    """G: so many ready windows launch a verification pass at once; fewer wait for others, a few steps at most.
+    Default: as `window_size`."""
+    canonical_rows: int | None = None
+    """M: one row count for all canonical passes. Part of the contract. Default: the measured canonical class."""
+    canonical_logit_rows: int | None = None
+    """The same for the lm_head, which sees only rows that need logits."""
     max_num_seqs: int = 64
     """The most requests that run together."""
     max_num_batched_tokens: int | None = None
-    """The most rows that one pass carries. Default: the larger of ``canonical_rows`` and ``max_num_seqs``."""
+    """The most rows that one pass carries. Default: as many as run in about a fifth of a second."""
     max_model_len: int | None = None
     """The most positions of one request. Default: what the model was trained for, or fewer if KV memory is short."""
     kv_cache_bytes: int | None = None
@@ -55,8 +58,7 @@ class EngineConfig:
         for name, choices in (("mode", MODES), ("dtype", DTYPES), ("kernels", KERNELS)):
             value = getattr(self, name)
             if value not in choices:
-                hint = " (`auto` needs the shape atlas, which this version does not have)" if value == "auto" else ""
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}{hint}")
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
         minimum = {"window_size": 2, "block_size": 2}
@@ -67,25 +69,11 @@ class EngineConfig:
             least = minimum.get(field.name, 1)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{field.name} must be an integer of at least {least}, not {value!r}")
-        if self.window_size > self.canonical_rows:
+        if self.canonical_rows is not None and self.window_size is not None and self.window_size > self.canonical_rows:
             raise ValueError(
                 f"window_size {self.window_size} does not fit a pass of canonical_rows {self.canonical_rows}; "
                 "lower window_size or raise canonical_rows"
             )
-        if self.canonical_logit_rows > self.canonical_rows:
-            raise ValueError(
-                f"canonical_logit_rows {self.canonical_logit_rows} must not exceed canonical_rows {self.canonical_rows}"
-            )
-
-    @property
-    def pass_rows(self) -> int:
-        """The most rows that one fast pass carries."""
-        return self.max_num_batched_tokens or max(self.canonical_rows, self.max_num_seqs)
-
-    @property
-    def canonical_budget(self) -> int:
-        """The most rows of a canonical pass that carry something; the rest is padding."""
-        return min(self.canonical_rows, self.pass_rows)
 
     def describe(self) -> dict[str, Any]:
         """All fields, for printing."""

@@ -8,7 +8,15 @@ from harness import CANONICAL
 from llm42 import LLM
 from tiny_models import write_tiny_model
 
-SMALL = {**CANONICAL, "kv_cache_bytes": 4 << 20, "num_threads": 1}
+SMALL = {
+    **CANONICAL,
+    "mode": "verify",
+    "kernels": "portable",
+    "window_size": 32,
+    "verify_batch_size": 8,
+    "kv_cache_bytes": 4 << 20,
+    "num_threads": 1,
+}
 
 
 @pytest.fixture(scope="session")

@@ -184,8 +184,8 @@ PER_BLOCK = 3 * 2 * 2 * 16 * 16 * 2
         ({"kv_cache_bytes": 1}, "kv_cache_bytes 1 holds no block besides the reserved one; give at least 12288 bytes"),
         ({"kv_cache_bytes": 2 * PER_BLOCK - 1}, "kv_cache_bytes 12287 holds no block"),
         ({"kv_cache_bytes": 100_000}, f"raise kv_cache_bytes to {76 * PER_BLOCK} or lower max_model_len"),
-        ({"canonical_rows": 8}, "window_size 32 does not fit a pass of canonical_rows 8"),
-        ({"mode": "auto"}, "mode must be one of verify, invariant, off, not 'auto' (`auto` needs the shape atlas"),
+        ({"canonical_rows": 8, "window_size": 32}, "window_size 32 does not fit a pass of canonical_rows 8"),
+        ({"mode": "fast"}, "mode must be one of auto, verify, invariant, off, not 'fast'"),
         ({"num_threads": 0}, "num_threads must be an integer of at least 1, not 0"),
     ],
 )

@@ -248,16 +248,19 @@ def make_with(make_llm, monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
-        (RowIndexLinear, "depends on its index or its neighbours in a pass of 64 rows; choose another canonical_rows"),
+        (
+            RowIndexLinear,
+            "depends on its index or its neighbours at every row count of .64.; choose other canonical_rows",
+        ),
         (LastRowLinear, "depends on its index or its neighbours"),
-        (TensorScaleLinear, "depends on its index or its neighbours"),
+        (TensorScaleLinear, "depends on its index or its neighbours' values"),
         (UnrepeatableLinear, ""),
-        (CrowdedAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
-        (LongestAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
-        (LeakyAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
-        (ChunkedAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
-        (PageAttention, "a canonical pass of 64 rows gives other bits with the probe in"),
-        (PaddedNorm, "a canonical pass of 64 rows gives other bits with the probe in"),
+        (CrowdedAttention, "a canonical pass of 64 rows gives other bits than one of 64 with the probe in"),
+        (LongestAttention, "a canonical pass of 64 rows gives other bits than one of 64 with the probe in"),
+        (LeakyAttention, "a canonical pass of 64 rows gives other bits than one of 64 with the probe in"),
+        (ChunkedAttention, "a canonical pass of 64 rows gives other bits than one of 64 with the probe in"),
+        (PageAttention, "a canonical pass of 64 rows gives other bits than one of 64 with the probe in"),
+        (PaddedNorm, "a canonical pass of 64 rows gives other bits than one of 64 with the probe in"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -73,7 +73,7 @@ def test_the_model_can_be_asked_where_it_is_and_how_it_runs(llm, model):
     assert llm.max_model_len == 1200
     assert llm.tokenizer.vocab_size == VOCAB_SIZE
     assert llm.system_fingerprint.startswith("fp_")
-    assert llm.contract["canonical_rows"] == 64
+    assert llm.contract["canonical_class"] == {"rows": [64], "logit_rows": [16]}
 
 
 # Prompts and parameters
@@ -404,6 +404,6 @@ def test_an_ordinary_request_alone_is_the_same_with_and_without_verification(mak
 
 def test_mode_off_refuses_deterministic_requests_and_says_what_to_do(make_llm):
     with make_llm(mode="off") as llm:
-        with pytest.raises(ValueError, match=r"deterministic=True is refused: .*mode='off'.*mode='verify'"):
+        with pytest.raises(ValueError, match=r"deterministic=True is refused: .*mode='off'.*mode='auto'"):
             llm.generate(PROMPT, EXACT)
         assert only(llm.generate(PROMPT, GREEDY)).token_ids

@@ -110,6 +110,7 @@ def test_what_may_change_bits_changes_the_fingerprint(fingerprint, own):
 @pytest.mark.parametrize(
     "own",
     [
+        {"mode": "auto"},
         {"mode": "invariant"},
         {"mode": "off"},
         {"window_size": 4},

@@ -33,7 +33,7 @@ from simulation import (
 def configs(draw):
     window = draw(st.integers(2, 8))
     return make_config(
-        mode=draw(st.sampled_from(["verify", "verify", "verify", "invariant"])),
+        mode=draw(st.sampled_from(["verify", "verify", "auto", "auto", "invariant"])),
         window_size=window,
         verify_batch_size=draw(st.integers(1, 4)),
         canonical_rows=draw(st.integers(max(4, window), 16)),
@@ -76,9 +76,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.simulation = None
         self.is_violated = False
 
-    @initialize(config=configs(), spare_blocks=st.sampled_from([0, 2, 8, 60]), seed=st.integers(0, 2**16))
-    def start(self, config, spare_blocks, seed):
-        self.simulation = make_simulation(config, spare_blocks, seed)
+    @initialize(
+        config=configs(),
+        spare_blocks=st.sampled_from([0, 2, 8, 60]),
+        seed=st.integers(0, 2**16),
+        row_counts=st.none() | st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    )
+    def start(self, config, spare_blocks, seed, row_counts):
+        self.simulation = make_simulation(config, spare_blocks, seed, row_counts)
 
     @rule(prompt=prompts(), params=sampling_params())
     def submit(self, prompt, params):

@@ -8,13 +8,14 @@ import re
 import pytest
 
 from llm42.config import DTYPES, KERNELS, MODES, EngineConfig
+from llm42.engine.scheduler import PassShapes
+from llm42.protocol import ShapeClass
 
-OPTIONAL = ("max_num_batched_tokens", "max_model_len", "kv_cache_bytes", "num_threads")
-INTEGERS = (
-    *OPTIONAL,
+OPTIONAL = (
+    *("max_num_batched_tokens", "max_model_len", "kv_cache_bytes", "num_threads"),
     *("window_size", "verify_batch_size", "canonical_rows", "canonical_logit_rows"),
-    *("max_num_seqs", "block_size", "max_queue_len"),
 )
+INTEGERS = (*OPTIONAL, "max_num_seqs", "block_size", "max_queue_len")
 
 
 def config(**fields) -> EngineConfig:
@@ -46,16 +47,12 @@ def test_none_means_a_derived_default_only_where_there_is_one(name):
     ("name", "value", "message"),
     [
         ("model", "", "model must be a name, a directory, a GGUF file or a hub id, not ''"),
-        ("mode", "fast", "mode must be one of verify, invariant, off, not 'fast'"),
-        ("mode", None, "mode must be one of verify, invariant, off, not None"),
-        ("mode", "auto", "not 'auto' (`auto` needs the shape atlas, which this version does not have)"),
-        ("kernels", "native", "kernels must be one of portable, jitter, not 'native'"),
+        ("mode", "fast", "mode must be one of auto, verify, invariant, off, not 'fast'"),
+        ("mode", None, "mode must be one of auto, verify, invariant, off, not None"),
+        ("kernels", "cuda", "kernels must be one of auto, native, portable, jitter, not 'cuda'"),
         ("dtype", "int8", "dtype must be one of bfloat16, float16, float32, not 'int8'"),
         ("enable_prefix_caching", 1, "enable_prefix_caching must be True or False, not 1"),
         ("window_size", 1, "window_size must be an integer of at least 2, not 1"),
-        ("window_size", 65, "window_size 65 does not fit a pass of canonical_rows 64; lower window_size or raise"),
-        ("canonical_rows", 31, "window_size 32 does not fit a pass of canonical_rows 31"),
-        ("canonical_logit_rows", 65, "canonical_logit_rows 65 must not exceed canonical_rows 64"),
         ("block_size", 1, "block_size must be an integer of at least 2, not 1"),
     ],
 )
@@ -82,6 +79,13 @@ def test_a_description_has_every_field():
     assert EngineConfig(**made.describe()) == made
 
 
+def test_a_window_larger_than_the_pass_that_is_set_beside_it_is_refused():
+    message = "window_size 33 does not fit a pass of canonical_rows 32; lower window_size or raise canonical_rows"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(window_size=33, canonical_rows=32)
+    assert config(window_size=32, canonical_rows=32).window_size == 32
+
+
 @pytest.mark.parametrize(
     ("fields", "pass_rows", "canonical_budget"),
     [
@@ -94,5 +98,11 @@ def test_a_description_has_every_field():
 def test_a_token_budget_limits_what_a_pass_carries_and_not_the_shape_of_a_canonical_one(
     fields, pass_rows, canonical_budget
 ):
-    made = config(**fields)
-    assert (made.pass_rows, made.canonical_budget, made.canonical_rows) == (pass_rows, canonical_budget, 64)
+    shapes = PassShapes.choose(config(**fields), ShapeClass([64]))
+    assert (shapes.pass_rows, shapes.canonical_budget, shapes.canonical.pad(1)) == (pass_rows, canonical_budget, 64)
+
+
+@pytest.mark.parametrize(("affordable", "pass_rows"), [(None, 256), (256, 256), (80, 80), (8, 64)])
+def test_without_a_token_budget_a_pass_has_what_is_affordable_and_room_for_every_sequence(affordable, pass_rows):
+    shapes = PassShapes.choose(config(max_num_seqs=64), ShapeClass([8, 80, 256]), affordable)
+    assert shapes.pass_rows == pass_rows

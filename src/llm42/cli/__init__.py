@@ -13,7 +13,9 @@ from typing import Annotated
 import typer
 
 from llm42 import __version__
+from llm42.cli.bench import app as bench_app
 from llm42.cli.demo import demo
+from llm42.cli.doctor import doctor
 from llm42.cli.pull import pull
 from llm42.cli.run import run
 
@@ -27,6 +29,8 @@ _EPILOG = """
 `llm42 run smollm2-135m-instruct "Once upon a time" --raw --deterministic --temperature 0.8 --seed 42` : the same bits
 
 `llm42 demo` : the same prompts alone and in a busy batch, ordinary and deterministic
+
+`llm42 doctor` : which kernels and shape classes this machine has, and whether the promise holds
 
 Each command has its own help: `llm42 run --help`
 """
@@ -52,6 +56,8 @@ app = typer.Typer(
 app.command(epilog=_RUN_EPILOG)(run)
 app.command()(pull)
 app.command()(demo)
+app.command()(doctor)
+app.add_typer(bench_app, name="bench")
 
 
 def _print_version(requested: bool) -> None:

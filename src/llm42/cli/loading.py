@@ -9,7 +9,10 @@ from rich.console import Console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Engine = TypeVar("Engine")
+if TYPE_CHECKING:
+    from llm42.engine.frontend import Frontend
+
+Engine = TypeVar("Engine", bound="Frontend")
 
 
 def load(engine: Callable[..., Engine], model: str, fields: dict[str, Any]) -> Engine:
@@ -25,4 +28,6 @@ def load(engine: Callable[..., Engine], model: str, fields: dict[str, Any]) -> E
 
     path = resolve_model(model, progress=True)
     with Console(stderr=True).status(f"loading {model}"):
-        return engine(str(path), **fields)
+        loaded = engine(str(path), **fields)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(loaded.summary, style="dim", markup=False)
+    return loaded

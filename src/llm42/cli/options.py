@@ -36,8 +36,8 @@ Model = Annotated[
 Mode = Annotated[
     str | None,
     typer.Option(
-        help="How deterministic requests are kept so: `verify` (draft, verify, roll back), `invariant` (every pass "
-        "canonical), `off` (none are accepted).",
+        help="How deterministic requests are kept so: `auto` (commit what canonical passes decode, verify the "
+        "rest), `verify` (draft, verify, roll back), `invariant` (every pass canonical), `off` (none accepted).",
         metavar="|".join(MODES),
         show_default=EngineConfig.mode,
         rich_help_panel=_ENGINE,
@@ -46,8 +46,8 @@ Mode = Annotated[
 Kernels = Annotated[
     str | None,
     typer.Option(
-        help="Kernel backend: `portable` is plain PyTorch; `jitter` perturbs its results by batch shape, an adversary "
-        "for demonstrations and tests.",
+        help="Kernel backend: `native` is C++, built on first use; `portable` is PyTorch; `auto` is native where it "
+        "can be built; `jitter` perturbs its results by batch shape, an adversary for demonstrations and tests.",
         metavar="|".join(KERNELS),
         show_default=EngineConfig.kernels,
         rich_help_panel=_ENGINE,
@@ -67,7 +67,7 @@ WindowSize = Annotated[
     int | None,
     typer.Option(
         help="Tokens of one request that are verified together.",
-        show_default=str(EngineConfig.window_size),
+        show_default="from measured costs and flips",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -75,7 +75,7 @@ VerifyBatchSize = Annotated[
     int | None,
     typer.Option(
         help="Requests that are verified in one pass.",
-        show_default=str(EngineConfig.verify_batch_size),
+        show_default="from measured costs and flips",
         rich_help_panel=_ENGINE,
     ),
 ]

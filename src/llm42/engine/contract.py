@@ -12,7 +12,7 @@ import torch
 
 from llm42 import sampling
 from llm42.config import EngineConfig
-from llm42.kernels import attention
+from llm42.kernels.atlas import Atlas
 from llm42.model.decoder import Decoder
 from llm42.model.weights import weights_digest
 
@@ -28,7 +28,7 @@ _TEXT_FILES = (
 
 
 def contract(config: EngineConfig, decoder: Decoder, model_path: Path) -> dict[str, Any]:
-    """The contract as plain data: the same bits are promised wherever it is equal."""
+    """The contract as plain data, but for the canonical classes: the same bits are promised wherever it is equal."""
     return {
         "weights": weights_digest(model_path),
         "text": {
@@ -40,11 +40,14 @@ def contract(config: EngineConfig, decoder: Decoder, model_path: Path) -> dict[s
         "dtype": config.dtype,
         "kernels": decoder.kernels.versions(),
         "num_threads": torch.get_num_threads(),
-        "canonical_rows": config.canonical_rows,
-        "canonical_logit_rows": config.canonical_logit_rows,
-        "attention": {"query_tile": attention.QUERY_TILE, "key_tile": attention.KEY_TILE},
         "sampler": sampling.SAMPLER_VERSION,
     }
+
+
+def with_classes(contract_data: dict[str, Any], atlas: Atlas) -> dict[str, Any]:
+    """The contract with the canonical classes that were measured under it."""
+    classes = {"rows": list(atlas.row_counts), "logit_rows": list(atlas.logit_row_counts)}
+    return {**contract_data, "canonical_class": classes}
 
 
 def fingerprint(contract_data: dict[str, Any]) -> str:

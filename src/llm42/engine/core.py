@@ -8,16 +8,39 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llm42.cache import BlockPool, PrefixCache
 from llm42.config import EngineConfig
 from llm42.engine.request import FinishReason, Request
 from llm42.engine.runner import Runner, SegmentResult
-from llm42.engine.scheduler import Pass, Scheduler, Segment
+from llm42.engine.scheduler import Pass, PassShapes, Scheduler, Segment, is_direct
+from llm42.engine.tuning import PassCosts
+from llm42.protocol import ShapeClass
 from llm42.sampling.sampler import UNUSABLE
 
 logger = logging.getLogger(__name__)
+
+_DEFAULT_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What one step did and how long it took; for profiles and benchmarks."""
+
+    is_canonical: bool
+    prompt_rows: int
+    """Rows of requests that prefill (again)."""
+    decode_rows: int
+    """Rows that each gave one new token: of ordinary requests, drafts, and canonical rows without candidates."""
+    window_rows: int
+    """Rows that verified candidates, or were run again as a spot check."""
+    plan_s: float
+    execute_s: float
+    """The forward pass and the sampling of its rows."""
+    apply_s: float
+    """Commits, stop rules, detokenization, bookkeeping."""
 
 
 class EngineCore:
@@ -27,13 +50,30 @@ class EngineCore:
         config: The engine's configuration.
         pool: The block pool that the runner's KV memory belongs to.
         runner: What executes passes.
+        shapes: The row counts of passes; by default canonical ones have ``config.canonical_rows``.
+        costs: What passes cost.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, runner: Runner) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        runner: Runner,
+        shapes: PassShapes | None = None,
+        costs: PassCosts | None = None,
+    ) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool) if config.enable_prefix_caching else None
-        self.scheduler = Scheduler(config, pool, self.cache)
+        if shapes is None:
+            shapes = PassShapes.choose(config, ShapeClass([config.canonical_rows or _DEFAULT_ROWS]))
+        self.scheduler = Scheduler(config, pool, self.cache, shapes, costs)
+        self.num_spot_checked = 0
+        """Directly committed tokens that were verified afterwards."""
+        self.num_violations = 0
+        """Spot checks that found other bits."""
         self.runner = runner
+        self.observer: Callable[[PassRecord], None] | None = None
+        """Called after each pass, on the engine's thread."""
 
     @property
     def has_work(self) -> bool:
@@ -55,9 +95,11 @@ class EngineCore:
 
     def step(self) -> list[Request]:
         """Run one pass; return the requests that have something new to show or have ended."""
+        started = time.monotonic()
         work = self.scheduler.plan()
         if work is None:
             return []
+        rows = _count_rows(work)
         now = time.monotonic()
         for segment in work.segments:
             if segment.request.stats.scheduled is None:
@@ -67,11 +109,17 @@ class EngineCore:
         except Exception as error:
             logger.exception("a pass failed; its %d requests are ended", len(work.segments))
             return self._fail_pass(work, error)
-        return [
+        executed = time.monotonic()
+        changed = [
             segment.request
             for segment, result in zip(work.segments, results, strict=True)
             if self._apply(segment, result)
         ]
+        self.scheduler.costs.observe(work.num_rows, executed - now)
+        if self.observer is not None:
+            times = (now - started, executed - now, time.monotonic() - executed)
+            self.observer(PassRecord(work.is_canonical, *rows, *times))
+        return changed
 
     def _fail_pass(self, work: Pass, error: Exception) -> list[Request]:
         for segment in work.segments:
@@ -84,6 +132,8 @@ class EngineCore:
         if result.error is not None:
             self._finish(request, FinishReason.ERROR, result.error)
             return True
+        if segment.num_checked:
+            self._take_spot_check(segment, result)
         request.prompt_logprobs.extend(result.prompt_logprobs)
         committed = self._advance(segment, result.generated)
         usable = committed.index(UNUSABLE) if UNUSABLE in committed else len(committed)
@@ -115,9 +165,11 @@ class EngineCore:
             ledger.draft(generated[0])
             return generated
         had_candidates = ledger.num_candidates > 0
-        verdict = ledger.advance(segment.rows, generated)
+        verdict = ledger.advance(segment.rows[segment.num_checked :], generated)
         if verdict is None:
             return ()
+        if had_candidates:
+            self.scheduler.flips.observe(len(generated), is_rollback=verdict.is_rollback)
         request.stats.num_windows += had_candidates
         request.stats.num_rollbacks += verdict.is_rollback
         request.stats.num_recomputed_tokens += verdict.num_dropped
@@ -125,6 +177,36 @@ class EngineCore:
         request.drafting_since = self.scheduler.step if ledger.num_candidates else None
         return verdict.committed
 
+    def _take_spot_check(self, segment: Segment, result: SegmentResult) -> None:
+        self.num_spot_checked += segment.num_checked
+        if result.violation is None:
+            return
+        self.num_violations += 1
+        logger.error(
+            "spot check failed: %s of request %s, in a pass of %d rows of the canonical class %s; what was committed "
+            "directly is not proven, and from now on every deterministic token is drafted and verified",
+            result.violation,
+            segment.request.spec.request_id,
+            result.num_rows,
+            self.scheduler.shapes.canonical,
+        )
+        self.scheduler.stop_direct_commits()
+
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish(reason, error)
         self.scheduler.remove(request)
+
+
+def _count_rows(work: Pass) -> tuple[int, int, int]:
+    """Prompt, decode and window rows of a pass that is about to run."""
+    prompt = decode = window = 0
+    for segment in work.segments:
+        ledger = segment.request.ledger
+        if ledger.is_prefilling:
+            prompt += len(segment.rows)
+        elif segment.is_draft or is_direct(segment):
+            decode += 1
+            window += segment.num_checked
+        else:
+            window += len(segment.rows)
+    return prompt, decode, window

@@ -17,11 +17,12 @@ import torch
 
 from llm42.cache import BlockPool
 from llm42.config import EngineConfig
+from llm42.engine.calibration import calibrate
 from llm42.engine.contract import contract, fingerprint
 from llm42.engine.core import EngineCore
 from llm42.engine.request import Request, SequenceSpec
 from llm42.engine.runner import Runner
-from llm42.engine.selftest import self_test
+from llm42.engine.selftest import PROBE_LENGTH
 from llm42.engine.text import OutputText
 from llm42.kernels import create_kernels
 from llm42.kernels.attention import KEY_TILE
@@ -74,14 +75,17 @@ class Engine:
         kernels = create_kernels(config.kernels)
         weights = load_weights(self.model_path, model_config, dtype)
         # The self-test probes positions around a border of key tiles, however short requests may be.
-        num_positions = max(self.max_model_len, KEY_TILE + config.canonical_rows)
+        num_positions = max(self.max_model_len, KEY_TILE + PROBE_LENGTH)
         self.decoder = Decoder(model_config, weights, kernels, num_positions)
-        self.contract = contract(config, self.decoder, self.model_path)
+        start = calibrate(config, self.decoder, contract(config, self.decoder, self.model_path))
+        self.atlas = start.atlas
+        self.contract = start.contract
         self.system_fingerprint = fingerprint(self.contract)
-        self.refusal = _refusal(config, self.decoder)
+        self.refusal = start.refusal
         pool = BlockPool(num_blocks, config.block_size)
         kv = self.decoder.new_kv_pool(num_blocks, config.block_size)
-        self.core = EngineCore(config, pool, Runner(config, self.decoder, kv, config.block_size))
+        runner = Runner(self.decoder, kv, config.block_size, start.atlas.logit_rows)
+        self.core = EngineCore(config, pool, runner, start.shapes, start.costs)
         self._ids = itertools.count()
         self._eos = frozenset(model_config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
 
@@ -163,17 +167,6 @@ def _token_ids(value: object, vocab_size: int) -> list[int]:
                 f"prompt_token_ids[{index}] must be an integer of 0..{vocab_size - 1}, not {token_id!r:.80}"
             )
     return [int(token_id) for token_id in value]
-
-
-def _refusal(config: EngineConfig, decoder: Decoder) -> str | None:
-    """Why deterministic requests are refused, or None."""
-    if config.mode == "off":
-        return "the engine runs with mode='off'; start it with mode='verify' or mode='invariant'"
-    reason = self_test(config, decoder)
-    if reason is not None:
-        logger.warning("self-test failed, deterministic requests will be refused: %s", reason)
-        return f"the start-up self-test failed: {reason}"
-    return None
 
 
 def _plan_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from llm42.config import EngineConfig
 from llm42.engine.engine import Engine
 from llm42.model.tokenizer import Tokenizer
+from llm42.protocol.shape_class import describe_counts
 
 
 class Frontend(ABC):
@@ -43,6 +44,16 @@ class Frontend(ABC):
     def contract(self) -> dict[str, Any]:
         """Everything that may change bits and is fixed while the engine runs; see docs/architecture.md."""
         return self._engine.contract
+
+    @property
+    def summary(self) -> str:
+        """One line about how the engine runs: kernels, threads, mode, canonical class, fingerprint."""
+        engine = self._engine
+        rows = describe_counts(engine.atlas.row_counts)
+        return (
+            f"{engine.decoder.kernels.name} kernels · {engine.num_threads} threads · {engine.config.mode} · "
+            f"canonical passes of {rows} rows · {engine.system_fingerprint}"
+        )
 
     @property
     def system_fingerprint(self) -> str:

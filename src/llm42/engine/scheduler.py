@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from llm42.cache import BlockPool, OutOfBlocksError, PrefixCache
 from llm42.config import EngineConfig
 from llm42.engine.request import Request
+from llm42.engine.tuning import FlipRate, PassCosts, choose_policy
 from llm42.errors import QueueFullError
-from llm42.protocol import GroupingPolicy
+from llm42.protocol import GroupingPolicy, ShapeClass
+
+_RETUNE_STEPS = 32
+_VERIFICATION_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,8 @@ class Segment:
     """Positions of the rows."""
     is_draft: bool
     """A single decode row whose token is a candidate (or, of an ordinary request, final); else a canonical window."""
+    num_checked: int = 0
+    """Leading rows of a window below the watermark, which are run again as a spot check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,34 @@ class Pass:
 
     segments: tuple[Segment, ...]
     is_canonical: bool
+    num_rows: int
+    """Rows of the pass, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassShapes:
+    """The row counts of passes."""
+
+    canonical: ShapeClass
+    pass_rows: int
+    """The most rows that a pass carries; the rest of a canonical pass is padding."""
+
+    @classmethod
+    def choose(cls, config: EngineConfig, canonical: ShapeClass, affordable_rows: int | None = None) -> PassShapes:
+        """The shapes for a configuration.
+
+        Args:
+            config: The configuration.
+            canonical: The canonical class.
+            affordable_rows: How many rows a pass may have before neighbours wait too long for their next token.
+        """
+        default = max(affordable_rows or canonical.largest, config.max_num_seqs)
+        return cls(canonical, config.max_num_batched_tokens or default)
+
+    @property
+    def canonical_budget(self) -> int:
+        """The most rows that a canonical pass carries."""
+        return min(self.canonical.largest, self.pass_rows)
 
 
 class Scheduler:
@@ -44,13 +78,30 @@ class Scheduler:
         config: Mode, sizes and limits.
         pool: The blocks.
         cache: The prefix cache, or None.
+        shapes: The row counts of passes.
+        costs: What passes cost, for the choice of W and G.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, cache: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        cache: PrefixCache | None,
+        shapes: PassShapes,
+        costs: PassCosts | None = None,
+    ) -> None:
         self._config = config
         self._pool = pool
         self._cache = cache
-        self._policy = GroupingPolicy(config.window_size, config.verify_batch_size)
+        self.shapes = shapes
+        self.costs = PassCosts() if costs is None else costs
+        self.flips = FlipRate()
+        self.policy = self._choose_policy(1, 0)
+        self.commits_directly = config.mode == "auto"
+        """Whether decode rows of deterministic requests may be committed at once; ends with a failed spot check."""
+        self.spot_check_interval = 128
+        """One in so many directly committed tokens is verified afterwards."""
+        self._check_debt = 0
         self._left_out = False
         self.step = 0
         self.waiting: deque[Request] = deque()
@@ -89,16 +140,21 @@ class Scheduler:
         self.step += 1
         self._reserve()
         self._admit()
-        work = _Work.sort(self.running, self._policy, self.step, is_invariant=self._config.mode == "invariant")
+        is_invariant = self._config.mode == "invariant"
+        work = _Work.sort(self.running, self.policy, self.step, is_invariant=is_invariant)
+        if self.step % _RETUNE_STEPS == 1:
+            self.policy = self._choose_policy(len(work.decoding), len(work.ordinary))
         if self._is_canonical_due(work):
             segments = self._fill_canonical(work)
             planned = {id(segment.request) for segment in segments}
             self._left_out = any(id(request) not in planned for request in work.ordinary)
-            result = Pass(tuple(segments), is_canonical=True)
+            num_rows = self.shapes.canonical.pad(sum(len(segment.rows) for segment in segments) or 1)
+            result = Pass(tuple(segments), is_canonical=True, num_rows=num_rows)
         else:
             rows = sorted(work.ordinary + work.drafting, key=lambda request: request.last_step)
             self._left_out = False
-            result = Pass(tuple(_decode_row(request) for request in rows[: self._config.pass_rows]), is_canonical=False)
+            drafts = tuple(_decode_row(request) for request in rows[: self.shapes.pass_rows])
+            result = Pass(drafts, is_canonical=False, num_rows=len(drafts))
         for segment in result.segments:
             segment.request.last_step = self.step
         return result if result.segments else None
@@ -111,6 +167,23 @@ class Scheduler:
         request.stats.num_preemptions += 1
         request.drafting_since = request.ready_since = None
         self.waiting.appendleft(request)
+
+    def _choose_policy(self, num_deterministic: int, num_ordinary: int) -> GroupingPolicy:
+        return choose_policy(
+            self.costs,
+            self.flips,
+            num_deterministic=num_deterministic,
+            num_ordinary=num_ordinary,
+            max_rows=self.shapes.canonical_budget,
+            window_size=self._config.window_size,
+            group_size=self._config.verify_batch_size,
+        )
+
+    def stop_direct_commits(self) -> None:
+        """From now on draft and verify everything, at one row count: the class has proven not to be one."""
+        self.commits_directly = False
+        rows = self.shapes.canonical.pad(min(_VERIFICATION_ROWS, self.shapes.canonical.largest))
+        self.shapes = PassShapes(ShapeClass([rows]), self.shapes.pass_rows)
 
     def _reserve(self) -> None:
         """Slots for the next row of everyone who decodes, and for the row that verifies its token."""
@@ -153,24 +226,35 @@ class Scheduler:
             return False
         if work.prefilling or not (work.ordinary or work.drafting):
             return True
+        if self.commits_directly and self._is_direct_cheaper(work):
+            return True
         states = [request.window_state(self.step) for request in work.decoding]
-        return self._policy.should_launch(states, self._config.canonical_budget)
+        return self.policy.should_launch(states, self.shapes.canonical_budget)
+
+    def _is_direct_cheaper(self, work: _Work) -> bool:
+        """Whether padding a decode pass to the class costs less than verifying its deterministic rows later."""
+        rows = len(work.ordinary) + len(work.decoding)
+        if not work.decoding or rows > self.shapes.canonical_budget:
+            return False
+        padding = self.shapes.canonical.pad(rows) - rows
+        share = self.costs.overhead_rows / (self.policy.window_size * self.policy.group_size)
+        return padding <= len(work.decoding) * (1.0 + share)
 
     def _fill_canonical(self, work: _Work) -> list[Segment]:
         """Due windows and prompts first, as far as decode rows leave them room; then these; then whatever fits."""
-        budget = self._config.canonical_budget
+        budget = self.shapes.canonical_budget
         fill = _Fill(budget)
-        ready = work.ready[: self._config.verify_batch_size]
+        ready = work.ready[: self.policy.group_size]
         reserved = min(len(work.ordinary) + len(work.decoding) - len(ready), budget // 2)
         # Prompts and windows share what is left evenly; an odd row goes to the windows once they are overdue.
         is_overdue = any(
-            request.window_state(self.step).steps_ready >= self._policy.max_steps_ready for request in ready
+            request.window_state(self.step).steps_ready >= self.policy.max_steps_ready for request in ready
         )
         for_windows = (budget - reserved + is_overdue) // 2 if ready else 0
         for request in work.prefilling:
             fill.add_window(request, fill.free - reserved - for_windows)
         for request in ready:
-            fill.add_window(request, min(self._config.window_size, fill.free - reserved))
+            fill.add_window(request, min(self.policy.window_size, fill.free - reserved))
         for request in sorted(work.ordinary, key=lambda request: request.last_step):
             if self._config.mode == "invariant":
                 fill.add_window(request, min(1, fill.free))
@@ -182,12 +266,31 @@ class Scheduler:
             (request for request in work.decoding if not fill.has(request)), key=lambda request: request.last_step
         )
         for index, request in enumerate(others):
-            window = min(self._config.window_size, request.ledger.num_candidates + 1)
+            window = min(self.policy.window_size, request.ledger.num_candidates + 1)
             if fill.free - window >= len(others) - index - 1 or request not in work.drafting:
                 fill.add_window(request, min(window, fill.free))
             elif fill.free:
                 fill.add(_decode_row(request))
+        if self.commits_directly:
+            self._add_spot_check(fill)
         return fill.segments
+
+    def _add_spot_check(self, fill: _Fill) -> None:
+        """Run directly committed rows of a request again, when enough tokens were committed since the last time."""
+        direct = [segment for segment in fill.segments if is_direct(segment)]
+        self._check_debt += len(direct)
+        if not fill.free or self._check_debt < self.spot_check_interval:
+            return
+        # Published blocks stay as they are: others read them.
+        for segment in direct:
+            request = segment.request
+            first = max(request.pages.num_published * self._pool.block_size, request.ledger.prompt_len)
+            count = min(request.ledger.watermark - first, fill.free, self._check_debt // self.spot_check_interval)
+            if count > 0:
+                rows = range(segment.rows.start - count, segment.rows.stop)
+                fill.replace(Segment(request, rows, is_draft=False, num_checked=count))
+                self._check_debt -= count * self.spot_check_interval
+                return
 
 
 @dataclass(slots=True)
@@ -245,12 +348,24 @@ class _Fill:
         if limit > 0:
             self.add(Segment(request, request.ledger.next_rows(limit), is_draft=False))
 
+    def replace(self, segment: Segment) -> None:
+        """Put another segment of the same request in the place of its first."""
+        self.free += len(self._segments[id(segment.request)].rows)
+        self.add(segment)
+
     def extend_window(self, request: Request) -> None:
         """Give a request's window the rows that are still free."""
         segment = self._segments.pop(id(request), None)
         taken = 0 if segment is None else len(segment.rows)
         self.free += taken
         self.add_window(request, self.free)
+
+
+def is_direct(segment: Segment) -> bool:
+    """Whether a segment commits the next token of a deterministic request that decodes, without a candidate."""
+    ledger = segment.request.ledger
+    is_decoding = ledger.deterministic and not (ledger.is_prefilling or segment.is_draft)
+    return is_decoding and ledger.num_candidates == 0
 
 
 def _decode_row(request: Request) -> Segment:

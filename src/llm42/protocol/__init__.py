@@ -6,6 +6,7 @@ package, so that it can be read and tested without a model and reused by another
 
 from llm42.protocol.grouping import GroupingPolicy, WindowState
 from llm42.protocol.ledger import Ledger
+from llm42.protocol.shape_class import ShapeClass
 from llm42.protocol.verdict import Verdict, judge
 
-__all__ = ["GroupingPolicy", "Ledger", "Verdict", "WindowState", "judge"]
+__all__ = ["GroupingPolicy", "Ledger", "ShapeClass", "Verdict", "WindowState", "judge"]

@@ -7,15 +7,20 @@ nothing of requests, caches or models and may import `llm42.errors` and `llm42.p
 
 from __future__ import annotations
 
+from llm42.sampling.backend import Draw, SamplerBackend
 from llm42.sampling.logprobs import TokenLogprobs, token_logprobs
 from llm42.sampling.noise import child_seed, fresh_seed, gumbel
 from llm42.sampling.params import SamplingParams, validate_for_vocab
 from llm42.sampling.sampler import SAMPLER_VERSION, UNUSABLE, SampleRow, sample
+from llm42.sampling.torch_sampler import TORCH
 
 __all__ = [
     "SAMPLER_VERSION",
+    "TORCH",
     "UNUSABLE",
+    "Draw",
     "SampleRow",
+    "SamplerBackend",
     "SamplingParams",
     "TokenLogprobs",
     "child_seed",

@@ -33,17 +33,23 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+class UnusableLogitsError(ValueError):
+    """A row with NaN, +inf or nothing but -inf has no probabilities."""
+
+
 def token_logprobs(logits_row: torch.Tensor, token_id: int, k: int) -> TokenLogprobs:
     """Score `token_id` under `logits_row` [vocab] (any float dtype and device), with the min(k, vocab) best ids.
 
-    Raises `ValueError` for a token id outside the row, or a row with NaN, +inf or nothing but -inf.
+    Raises `ValueError` for a token id outside the row, and `UnusableLogitsError` for a row with NaN, +inf or nothing
+    but -inf.
     """
     logits = logits_row.to(device="cpu", dtype=torch.float32, copy=True).contiguous()
     if not 0 <= token_id < logits.numel():
         raise ValueError(f"token_id must be in 0..{logits.numel() - 1}, got {token_id}; use an id of the vocabulary")
     best = logits.amax().item()
     if not math.isfinite(best):
-        raise ValueError(f"logits_row must have a finite maximum, got {best}; drop the row, it has no probabilities")
+        message = f"logits_row must have a finite maximum, got {best}; drop the row, it has no probabilities"
+        raise UnusableLogitsError(message)
     scores = logits.log_softmax(-1)
     value = logits[token_id]
     rank = 1 + int((logits > value).sum()) + int((logits[:token_id] == value).sum())

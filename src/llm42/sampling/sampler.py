@@ -4,40 +4,28 @@ Order: logits (float32) -> logit_bias -> penalties over the row's own prefix -> 
 top_k -> top_p -> min_p -> Gumbel-max (argmax of z + noise, Gumbel 1954; Maddison et al. 2014), or argmax at
 temperature 0. The lowest id wins ties.
 
-Invariant: a row's token is a function of its own logits and `SampleRow`, bit for bit. A sampled row is worked on alone,
-as a fresh one-dimensional copy, because libraries split and vectorise a batch by its shape. That copy is on the CPU: on
-a GPU, sums may depend on timing. Plain greedy rows share operations that are exact (maximum, comparison), in the
-model's dtype and on its device.
+Invariant: a row's token is a function of its own logits and `SampleRow`, bit for bit. Bias, penalties and mask are
+applied here, to a float32 copy of a row that has any; the rest is a backend's work, on the model's own logits wherever
+a row leaves them as they are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from llm42.sampling import noise, penalties
-from llm42.sampling.filters import ids_at_least, kept_ids, value_of_k
+from llm42.sampling import penalties
+from llm42.sampling.backend import UNUSABLE, Draw, SamplerBackend
+from llm42.sampling.params import SamplingParams
+from llm42.sampling.torch_sampler import TORCH
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from llm42.sampling.params import SamplingParams
+__all__ = ["SAMPLER_VERSION", "UNUSABLE", "SampleRow", "sample"]
 
 # Part of the contract: raise it with every change that may give some row another token or another log-probability.
 SAMPLER_VERSION = 1
-UNUSABLE = -1  # returned in place of a token id
-
-_BLOCK = 1024
-# Within these, neither the temperature nor its reciprocal is zero, infinite or subnormal in float32.
-_COLDEST, _HOTTEST = 2.0**-126, 2.0**126
-# Candidates of the Gumbel-max: ids with at least exp(-_BAND) of the best probability, or the best ones of too many.
-_BAND = 6.0
-_BAND_LIMIT = 2048
-_BAND_HEAD = 256
-_ROUNDING = 1e-3  # far more than float32 sums of logits and noise can be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +64,13 @@ class SampleRow:
         return penalized or p.logit_bias is not None or self.masks_stop_tokens
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow], backend: SamplerBackend = TORCH) -> list[int]:
     """Choose one token id per row.
 
     Args:
-        logits: [rows, vocab], any float dtype and device; not changed.
+        logits: [rows, vocab], of a float dtype and on a device that the backend takes; not changed.
         rows: One per row of `logits`.
+        backend: What does the work over the vocabulary.
 
     Returns:
         Token ids; -1 for a row whose logits are not usable (NaN or +inf anywhere, or all -inf) or whose mask left none.
@@ -93,61 +82,36 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
         shape = tuple(logits.shape)
         raise ValueError(f"logits must be [{len(rows)} rows, vocab], got {shape}; pass one row per entry of rows")
     tokens = [UNUSABLE] * len(rows)
-    plain = [i for i, row in enumerate(rows) if row.params.is_greedy and not row.changes_logits]
-    if plain:
-        chosen = greedy(logits if len(plain) == len(rows) else logits[plain])
-        for i, token in zip(plain, chosen, strict=True):
-            tokens[i] = token
-    for i in sorted(set(range(len(rows))).difference(plain)):
-        row_logits = logits[i].to(device="cpu", dtype=torch.float32, copy=True).contiguous()
-        tokens[i] = _sample_row(row_logits, rows[i])
+    greedy: list[int] = []
+    drawn: list[int] = []
+    for index, row in enumerate(rows):
+        if row.changes_logits:
+            tokens[index] = _sample_changed(logits[index], row, backend)
+        else:
+            (greedy if row.params.is_greedy else drawn).append(index)
+    if greedy:
+        for index, token in zip(greedy, backend.greedy(logits, greedy), strict=True):
+            tokens[index] = token
+    if drawn:
+        draws = [_draw_of(rows[index]) for index in drawn]
+        for index, token in zip(drawn, backend.draw(logits, drawn, draws), strict=True):
+            tokens[index] = token
     return tokens
 
 
-def greedy(logits: torch.Tensor) -> list[int]:
-    """Lowest id of the largest logit of each row of `logits` [rows >= 1, vocab >= 1]; -1 if that logit is not finite.
-
-    Maxima and comparisons only: exact in any dtype and grouping. (argmax promises no index on ties and is slower in
-    bfloat16.)
-    """
-    rows, vocab = logits.shape
-    width = min(_BLOCK, vocab)
-    whole = logits[:, : vocab // width * width].reshape(rows, -1, width).amax(-1)
-    # The last block is as wide as the others and overlaps its neighbour, which comes first and so wins what they share.
-    maxima = torch.cat((whole, logits[:, vocab - width :].amax(-1, keepdim=True)), dim=1)
-    best = maxima.amax(-1, keepdim=True)  # NaN if there is one
-    start = (_first_true(maxima == best) * width).clamp(max=vocab - width)
-    columns = start[:, None] + torch.arange(width, device=logits.device)
-    tokens = start + _first_true(logits.gather(1, columns) == best)
-    chosen: list[int] = torch.where(best.squeeze(1).isfinite(), tokens, UNUSABLE).tolist()
-    return chosen
-
-
-def _first_true(mask: torch.Tensor) -> torch.Tensor:
-    """Index of the first True of each row of `mask` [rows, n], or n - 1 if there is none."""
-    last = mask.shape[1] - 1
-    return torch.where(mask, torch.arange(last + 1, device=mask.device), last).amin(-1)
-
-
-def _sample_row(x: torch.Tensor, row: SampleRow) -> int:
-    """Choose the token of one row of logits `x` [vocab], float32 on the CPU; `x` is used up."""
-    best = x.amax().item()
-    if not math.isfinite(best):  # amax passes NaN on
+def _sample_changed(logits_row: torch.Tensor, row: SampleRow, backend: SamplerBackend) -> int:
+    """The token of a row [vocab] that changes its logits; one row at a time, so that one float32 copy exists."""
+    x = logits_row.to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+    if not math.isfinite(x.amax().item()):  # before a mask can hide it; amax passes NaN on
         return UNUSABLE
-    params = row.params
-    if row.changes_logits:
-        _change_logits(x, row)
-        best = x.amax().item()
-        if not math.isfinite(best):
-            return UNUSABLE
-    if params.is_greedy:
-        return int((x == best).nonzero()[0])
-    # The maximum is subtracted first so that no temperature, however low, makes an infinity of the best ids.
-    z = x.sub_(best).div_(min(max(params.temperature, _COLDEST), _HOTTEST))
-    ids = kept_ids(z, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    if ids is None:
-        return _gumbel_argmax(z, row.seed, row.position)
-    return _best_of(ids, z[ids] + noise.gumbel(row.seed, row.position, ids))[0]
+    _change_logits(x, row)
+    tokens = backend.greedy(x[None], [0]) if row.params.is_greedy else backend.draw(x[None], [0], [_draw_of(row)])
+    return tokens[0]
+
+
+def _draw_of(row: SampleRow) -> Draw:
+    p = row.params
+    return Draw(p.temperature, p.top_k, p.top_p, p.min_p, row.seed, row.position)
 
 
 def _change_logits(x: torch.Tensor, row: SampleRow) -> None:
@@ -160,32 +124,3 @@ def _change_logits(x: torch.Tensor, row: SampleRow) -> None:
         penalties.penalize_output(x, row.output_token_ids, params.presence_penalty, params.frequency_penalty)
     if row.masks_stop_tokens:
         penalties.mask_ids(x, row.stop_token_ids)
-
-
-def _gumbel_argmax(z: torch.Tensor, seed: int, position: int) -> int:
-    """Lowest id with the largest z + noise in the whole vocabulary: exact, with noise computed for few ids.
-
-    Candidates are the ids from `cut` up and those that may have noise above `target - cut`; no other can score
-    `target`. So if the best candidate does, it is the best of all; if it does not, the target was too high. The best
-    score is distributed as log(sum(exp(z))) + noise: it reaches the first target in 93 % of draws, the second in all
-    but 2e-9.
-    """
-    cut = -_BAND
-    band = ids_at_least(z, cut)
-    if band.numel() > _BAND_LIMIT:
-        cut = value_of_k(z, _BAND_HEAD)
-        band = ids_at_least(z, cut)
-    target = math.log(z[band].exp().sum().item()) - 1.0
-    while True:
-        reaching = noise.ids_reaching(seed, position, z.numel(), target - cut - _ROUNDING)
-        ids = torch.cat((band, reaching))  # an id in both does no harm
-        token, score = _best_of(ids, z[ids] + noise.gumbel(seed, position, ids))
-        if score >= target:
-            return token
-        target -= 2.0
-
-
-def _best_of(ids: torch.Tensor, scores: torch.Tensor) -> tuple[int, float]:
-    """The lowest of `ids` with the largest score, and that score."""
-    best = scores.amax()
-    return int(ids[scores == best].amin()), best.item()

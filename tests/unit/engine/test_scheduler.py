@@ -11,10 +11,10 @@ from llm42.config import EngineConfig
 from llm42.engine.core import EngineCore
 from llm42.engine.request import Request, SequenceSpec
 from llm42.engine.runner import SegmentResult
-from llm42.engine.scheduler import Scheduler
+from llm42.engine.scheduler import PassShapes, Scheduler
 from llm42.engine.text import OutputText
 from llm42.errors import QueueFullError
-from llm42.protocol import GroupingPolicy
+from llm42.protocol import GroupingPolicy, ShapeClass
 from llm42.sampling.params import SamplingParams
 from simulated import PieceTokenizer
 
@@ -40,7 +40,14 @@ class Engine:
     """A core with room for everything, unless a test says otherwise."""
 
     def __init__(self, *, num_blocks=20_000, **fields):
-        defaults = {"window_size": 4, "canonical_rows": 16, "block_size": 2, "enable_prefix_caching": False}
+        defaults = {
+            "mode": "verify",
+            "window_size": 4,
+            "verify_batch_size": 8,
+            "canonical_rows": 16,
+            "block_size": 2,
+            "enable_prefix_caching": False,
+        }
         self.config = EngineConfig(model="constant", canonical_logit_rows=1, **(defaults | fields))
         self.runner = ConstantRunner()
         self.core = EngineCore(self.config, BlockPool(num_blocks, self.config.block_size), self.runner)
@@ -139,7 +146,7 @@ def test_no_pass_is_empty_and_none_has_more_rows_than_its_budget(max_num_batched
         engine.step()
     engine.run()
     for work in engine.runner.passes:
-        limit = engine.config.canonical_budget if work.is_canonical else engine.config.pass_rows
+        limit = engine.scheduler.shapes.canonical_budget if work.is_canonical else engine.scheduler.shapes.pass_rows
         assert 1 <= sum(len(segment.rows) for segment in work.segments) <= limit
     assert limit == engine.config.canonical_rows or max_num_batched_tokens is not None
 
@@ -516,8 +523,8 @@ def test_a_preempted_request_finds_what_it_published():
 
 def test_a_scheduler_without_a_cache_starts_every_prompt_at_its_beginning():
     pool = BlockPool(50, 2)
-    config = EngineConfig(model="constant", canonical_logit_rows=1)
-    scheduler = Scheduler(config, pool, None)
+    config = EngineConfig(model="constant")
+    scheduler = Scheduler(config, pool, None, PassShapes.choose(config, ShapeClass([64])))
     engine = Engine()
     scheduler.add([Request(engine.request().spec, pool, OutputText(PieceTokenizer(), SamplingParams()))])
     assert scheduler.plan().segments[0].rows == range(3)

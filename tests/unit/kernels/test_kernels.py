@@ -165,5 +165,5 @@ def test_jitter_makes_row_counts_differ_visibly():
 
 
 def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(ValueError, match="kernels must be one of portable, jitter, not 'fast'"):
+    with pytest.raises(ValueError, match="kernels must be auto or one of native, portable, jitter, not 'fast'"):
         create_kernels("fast")

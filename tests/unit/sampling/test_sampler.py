@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from llm42.sampling import noise
 from llm42.sampling.filters import kept_ids
 from llm42.sampling.params import SamplingParams
-from llm42.sampling.sampler import UNUSABLE, SampleRow, greedy, sample
+from llm42.sampling.sampler import UNUSABLE, SampleRow, sample
+from llm42.sampling.torch_sampler import TORCH
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 STOP_IDS = frozenset({0, 2})
@@ -232,7 +233,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logit(vocab, dtype):
         rows.append(row)
     batch = torch.stack(rows)
     expected = [row.tolist().index(2.5) for row in rows]
-    assert greedy(batch) == expected
+    assert TORCH.greedy(batch, range(len(rows))) == expected
     assert [sample(row[None], [make_row(temperature=0)])[0] for row in rows] == expected
 
 

@@ -1,0 +1,48 @@
+// What all kernels share: dtypes by number, scratch memory, and torch's OpenMP pool.
+#pragma once
+
+#include <omp.h>
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "simd.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+namespace llm42 {
+
+// The numbers are those of `llm42.kernels.native.backend`.
+template <class Function>
+auto dispatch(int dtype, Function function) {
+  switch (dtype) {
+    case 0:
+      return function(float{});
+    case 1:
+      return function(BFloat16{});
+    default:
+      return function(Float16{});
+  }
+}
+
+inline int64_t thread_count() { return omp_get_num_threads(); }
+inline int64_t thread_index() { return omp_get_thread_num(); }
+
+// fp32 memory of the calling thread, valid until its next call; the threads of a parallel region may share it.
+inline float* scratch(int64_t count) {
+  struct Buffer {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Buffer() { std::free(data); }
+  };
+  static thread_local Buffer buffer;
+  if (count > buffer.size) {
+    std::free(buffer.data);
+    const int64_t bytes = (count * int64_t{sizeof(float)} + 4095) / 4096 * 4096;
+    buffer.data = static_cast<float*>(std::aligned_alloc(64, bytes));
+    buffer.size = bytes / int64_t{sizeof(float)};
+  }
+  return buffer.data;
+}
+
+}  // namespace llm42

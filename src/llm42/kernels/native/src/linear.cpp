@@ -1,0 +1,254 @@
+// Linear layers over packed weights, for CPUs whose libraries have no kernels for the model's dtype, and for fp32.
+//
+// Invariant: y[m][n] is one fp32 accumulator that takes x[m][k] * w[n][k] for k = 0, 1, ... in this order, by fused
+// multiply-adds, then the bias. How many rows there are, how they are tiled and which thread does it changes the order
+// of different outputs' work and never of one: all row counts are one shape class, at any number of threads.
+//
+// Weights are packed once, into panels of kLanes outputs: [panel][k][lane]. 16-bit brain floats lie in pairs of k, so
+// that a 32-bit lane holds two and one shift or mask widens eight or sixteen of them.
+#include <algorithm>
+#include <vector>
+
+#include "common.h"
+#include "simd.h"
+
+namespace llm42 {
+namespace {
+
+constexpr int64_t kDepth = 5120 / kLanes;  // k per block: two panels and a tile of rows stay near the first-level cache
+constexpr int64_t kRowBlock = 96;          // rows whose inputs stay in the second-level cache
+// From so many tiles of rows on, two panels of weights are widened before the tiles and not in their inner loop, which
+// has no registers to spare: twice as fast for many rows.
+constexpr int64_t kWidenTiles = 3;
+#if defined(__AVX512F__)
+constexpr int kMaxTile = 12;
+#else
+constexpr int kMaxTile = 6;  // x 2 vectors: twelve accumulators of sixteen registers
+#endif
+
+template <class T>
+struct Panel {  // [k][lane]
+  static constexpr int64_t kStep = 1;
+  static int64_t size(int64_t k) { return k * kLanes; }  // in units of T
+};
+template <>
+struct Panel<BFloat16> {  // [k / 2][lane][2]
+  static constexpr int64_t kStep = 2;
+  static int64_t size(int64_t k) { return (k + 1) / 2 * 2 * kLanes; }
+};
+
+// Panels of floats from k = 0 on, in the layout of Panel<float>.
+INLINE void widen_panel(const float* w, int64_t depth, float* to) { std::memcpy(to, w, depth * kLanes * sizeof(float)); }
+INLINE void widen_panel(const Float16* w, int64_t depth, float* to) {
+  for (int64_t k = 0; k < depth; ++k) store(to + k * kLanes, load(w + k * kLanes));
+}
+INLINE void widen_panel(const BFloat16* w, int64_t depth, float* to) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
+  for (int64_t k = 0; k < depth; k += 2) {
+    const Word pair = load_words(words + k / 2 * kLanes);
+    store(to + k * kLanes, low_half(pair));
+    store(to + (k + 1) * kLanes, high_half(pair));
+  }
+}
+
+template <class T>
+INLINE int64_t place(int64_t k, int64_t lane) {
+  constexpr int64_t step = Panel<T>::kStep;
+  return (k / step * kLanes + lane) * step + k % step;
+}
+
+// acc += x[kRows][depth] * panels; x has row stride ldx.
+template <class T, int kRows, int kPanels>
+INLINE void multiply(const float* x, int64_t ldx, const T* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec b[kPanels];
+    for (int p = 0; p < kPanels; ++p) b[p] = load(w + p * stride + k * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const Vec a = set1(x[r * ldx + k]);
+      for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
+    }
+  }
+}
+template <int kRows, int kPanels>
+INLINE void multiply_pairs(const float* x, int64_t ldx, const BFloat16* w, int64_t stride, int64_t depth,
+                           Vec (&acc)[kRows][kPanels]) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
+  for (int64_t k = 0; k < depth; k += 2) {
+    Word pair[kPanels];
+    for (int p = 0; p < kPanels; ++p) pair[p] = load_words(words + (p * stride + k * kLanes) / 2);
+    Vec b[kPanels];
+    for (int p = 0; p < kPanels; ++p) b[p] = low_half(pair[p]);
+    for (int r = 0; r < kRows; ++r) {
+      const Vec a = set1(x[r * ldx + k]);
+      for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
+    }
+    for (int p = 0; p < kPanels; ++p) b[p] = high_half(pair[p]);
+    for (int r = 0; r < kRows; ++r) {
+      const Vec a = set1(x[r * ldx + k + 1]);
+      for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
+    }
+  }
+}
+
+struct Tile {
+  const float* x;
+  int64_t ldx;
+  int64_t stride;  // of a panel
+  int64_t depth;
+  float* acc;  // [rows][panels][kLanes]
+  bool is_first;
+};
+
+template <class T, int kRows, int kPanels>
+void run_tile(const Tile& tile, const T* w) {
+  Vec acc[kRows][kPanels];
+  for (int r = 0; r < kRows; ++r)
+    for (int p = 0; p < kPanels; ++p)
+      acc[r][p] = tile.is_first ? zero() : load(tile.acc + (r * kPanels + p) * kLanes);
+  if constexpr (Panel<T>::kStep == 2)
+    multiply_pairs<kRows, kPanels>(tile.x, tile.ldx, w, tile.stride, tile.depth, acc);
+  else
+    multiply<T, kRows, kPanels>(tile.x, tile.ldx, w, tile.stride, tile.depth, acc);
+  for (int r = 0; r < kRows; ++r)
+    for (int p = 0; p < kPanels; ++p) store(tile.acc + (r * kPanels + p) * kLanes, acc[r][p]);
+}
+
+template <class T, int kPanels, int kRows = 1>
+INLINE void run_rows(int rows, const Tile& tile, const T* w) {
+  if constexpr (kRows * kPanels <= 2 * kMaxTile && kRows <= kMaxTile) {
+    if (rows == kRows) return run_tile<T, kRows, kPanels>(tile, w);
+    run_rows<T, kPanels, kRows + 1>(rows, tile, w);
+  }
+}
+
+template <class T>
+struct Linear {
+  const float* x;  // [rows][padded k]
+  int64_t rows, k, padded_k, n;
+  const T* packed;
+  const float* bias;
+  T* out;
+
+  // Rows first_row.. of `rows`, outputs of `kPanels` panels from `panel` on.
+  template <int kPanels>
+  void group(int64_t panel, int64_t first_row, int64_t num_rows, float* acc, float* wide) const {
+    const int64_t stride = Panel<T>::size(k);
+    const int64_t max_tile = std::min<int64_t>(kMaxTile, 2 * kMaxTile / kPanels);
+    const int64_t num_tiles = (num_rows + max_tile - 1) / max_tile;
+    const int64_t num_blocks = (padded_k + kDepth - 1) / kDepth;
+    const int64_t depth = ((padded_k + num_blocks - 1) / num_blocks + 1) / 2 * 2;
+    for (int64_t start = 0; start < padded_k; start += depth) {
+      const T* w = packed + panel * stride + start * kLanes;
+      const int64_t block = std::min(depth, padded_k - start);
+      const bool is_widened = sizeof(T) < sizeof(float) && kPanels <= 2 && num_tiles >= kWidenTiles;
+      if (is_widened)
+        for (int p = 0; p < kPanels; ++p) widen_panel(w + p * stride, block, wide + p * block * kLanes);
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        // Tiles as even as can be: small ones do not fill the pipelines.
+        const int64_t first = num_rows * t / num_tiles, stop = num_rows * (t + 1) / num_tiles;
+        const Tile tile{x + (first_row + first) * padded_k + start, padded_k, is_widened ? block * kLanes : stride,
+                        block, acc + first * kPanels * kLanes, start == 0};
+        if (is_widened)
+          run_rows<float, kPanels>(int(stop - first), tile, wide);
+        else
+          run_rows<T, kPanels>(int(stop - first), tile, w);
+      }
+    }
+    for (int64_t r = 0; r < num_rows; ++r)
+      for (int p = 0; p < kPanels; ++p) {
+        const int64_t column = (panel + p) * kLanes;
+        const int width = int(std::min<int64_t>(kLanes, n - column));
+        Vec y = load(acc + (r * kPanels + p) * kLanes);
+        if (bias != nullptr) y = y + load_first(bias + column, width);
+        store_first(out + (first_row + r) * n + column, y, width);
+      }
+  }
+
+  void panels(int64_t begin, int64_t end) const {
+    alignas(64) float acc[kRowBlock * 8 * kLanes];
+    alignas(64) float wide[2 * (kDepth + 2) * kLanes];
+    for (int64_t row = 0; row < rows; row += kRowBlock) {
+      const int64_t num_rows = std::min(kRowBlock, rows - row);
+      int64_t panel = begin;
+      // Few rows have few accumulators: more panels side by side hide the latency of each.
+      if (num_rows == 1)
+        for (; panel + 8 <= end; panel += 8) group<8>(panel, row, num_rows, acc, wide);
+      if (num_rows <= 3)
+        for (; panel + 4 <= end; panel += 4) group<4>(panel, row, num_rows, acc, wide);
+      for (; panel + 2 <= end; panel += 2) group<2>(panel, row, num_rows, acc, wide);
+      for (; panel < end; ++panel) group<1>(panel, row, num_rows, acc, wide);
+    }
+  }
+};
+
+template <class T>
+void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, int64_t k, const float* bias, T* out) {
+  const int64_t padded_k = (k + Panel<T>::kStep - 1) / Panel<T>::kStep * Panel<T>::kStep;
+  float* wide = scratch(rows * padded_k);
+  const int64_t num_panels = (n + kLanes - 1) / kLanes;
+  const Linear<T> work{wide, rows, k, padded_k, n, packed, bias, out};
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      int64_t i = 0;
+      for (; i + kLanes <= k; i += kLanes) store(wide + row * padded_k + i, load(x + row * ldx + i));
+      for (; i < padded_k; ++i) wide[row * padded_k + i] = i < k ? widen(x[row * ldx + i]) : 0.0f;
+    }
+    const int64_t threads = thread_count(), me = thread_index();
+    work.panels(num_panels * me / threads, num_panels * (me + 1) / threads);
+  }
+}
+
+template <class T>
+void pack(const T* weight, int64_t n, int64_t k, T* packed) {
+  const int64_t stride = Panel<T>::size(k), num_panels = (n + kLanes - 1) / kLanes;
+#pragma omp parallel for schedule(static)
+  for (int64_t panel = 0; panel < num_panels; ++panel) {
+    T* to = packed + panel * stride;
+    std::memset(static_cast<void*>(to), 0, stride * sizeof(T));
+    for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, n - panel * kLanes); ++lane)
+      for (int64_t i = 0; i < k; ++i) to[place<T>(i, lane)] = weight[(panel * kLanes + lane) * k + i];
+  }
+}
+
+template <class T>
+void embedding(const int64_t* ids, int64_t rows, const T* packed, int64_t k, T* out) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* from = packed + ids[row] / kLanes * Panel<T>::size(k);
+    for (int64_t i = 0; i < k; ++i) out[row * k + i] = from[place<T>(i, ids[row] % kLanes)];
+  }
+}
+
+}  // namespace
+}  // namespace llm42
+
+using namespace llm42;
+
+// Elements of the packed form of weights [n][k].
+extern "C" EXPORT int64_t llm42_packed_size(int dtype, int64_t n, int64_t k) {
+  const int64_t num_panels = (n + kLanes - 1) / kLanes;
+  return num_panels * dispatch(dtype, [&](auto type) { return Panel<decltype(type)>::size(k); });
+}
+
+extern "C" EXPORT void llm42_pack(int dtype, const void* weight, int64_t n, int64_t k, void* packed) {
+  dispatch(dtype, [&](auto type) {
+    using T = decltype(type);
+    pack(static_cast<const T*>(weight), n, k, static_cast<T*>(packed));
+  });
+}
+
+extern "C" EXPORT void llm42_linear(int dtype, const void* x, int64_t rows, int64_t ldx, const void* packed, int64_t n,
+                             int64_t k, const float* bias, void* out) {
+  dispatch(dtype, [&](auto type) {
+    using T = decltype(type);
+    linear(static_cast<const T*>(x), rows, ldx, static_cast<const T*>(packed), n, k, bias, static_cast<T*>(out));
+  });
+}
+
+extern "C" EXPORT void llm42_embedding(int dtype, const int64_t* ids, int64_t rows, const void* packed, int64_t k, void* out) {
+  dispatch(dtype, [&](auto type) {
+    using T = decltype(type);
+    embedding(ids, rows, static_cast<const T*>(packed), k, static_cast<T*>(out));
+  });
+}
