@@ -20,6 +20,7 @@ from llm42.protocol import GroupingPolicy, ShapeClass
 
 _RETUNE_STEPS = 32
 _VERIFICATION_ROWS = 64
+_PROMPT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class PassShapes:
             canonical: The canonical class.
             affordable_rows: How many rows a pass may have before neighbours wait too long for their next token.
         """
-        default = max(affordable_rows or canonical.largest, config.max_num_seqs)
+        # Whoever decodes has a row in every pass, and prompts get on beside them.
+        default = max(affordable_rows or canonical.largest, config.max_num_seqs + _PROMPT_ROWS)
         return cls(canonical, config.max_num_batched_tokens or default)
 
     @property

@@ -104,6 +104,41 @@ class PreparedLinear:
     in_features: int
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The weights of one layer; norms are ``[hidden]``, or ``[head_dim]`` for the QK norm."""
+
+    input_norm: torch.Tensor
+    qkv: PreparedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: PreparedLinear
+    post_attention_norm: torch.Tensor
+    gate_up: PreparedLinear
+    down: PreparedLinear
+    window: int | None
+    has_rope: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderStack:
+    """The layers of a decoder and what they share."""
+
+    layers: Sequence[DecoderLayer]
+    final_norm: torch.Tensor
+    rope: torch.Tensor
+    """``[max_positions, 2, head_dim / 2]`` (cos, sin) in fp32."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+
+    @property
+    def scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return float(self.head_dim**-0.5)
+
+
 class Kernels(ABC):
     """A backend. All activations are ``[rows, features]`` in the model's dtype."""
 
@@ -171,3 +206,22 @@ class Kernels(ABC):
     @abstractmethod
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` for ``[rows, 2 * intermediate]`` to ``[rows, intermediate]``."""
+
+    def run_layers(self, stack: DecoderStack, x: torch.Tensor, batch: RowBatch, kv: KVPool) -> torch.Tensor:
+        """All layers over one pass: embeddings ``[rows, hidden]`` to hidden states after the final norm; writes KV."""
+        plan = self.begin_pass(batch, x.device)
+        sizes = [heads * stack.head_dim for heads in (stack.num_heads, stack.num_kv_heads, stack.num_kv_heads)]
+        residual: torch.Tensor | None = None
+        for index, layer in enumerate(stack.layers):
+            x, residual = self.add_rms_norm(x, residual, layer.input_norm, stack.eps)
+            parts = torch.split(self.linear(x, layer.qkv), sizes, dim=-1)
+            q, k, v = (part.view(part.shape[0], -1, stack.head_dim) for part in parts)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = self.rms_norm_heads(q, layer.q_norm, stack.eps)
+                k = self.rms_norm_heads(k, layer.k_norm, stack.eps)
+            layer_kv = kv.layer(index)
+            q = self.rope_and_store_kv(plan, q, k, v, stack.rope if layer.has_rope else None, layer_kv)
+            x = self.linear(self.paged_attention(plan, q, layer_kv, stack.scale, layer.window), layer.o)
+            x, residual = self.add_rms_norm(x, residual, layer.post_attention_norm, stack.eps)
+            x = self.linear(self.silu_mul(self.linear(x, layer.gate_up)), layer.down)
+        return self.add_rms_norm(x, residual, stack.final_norm, stack.eps)[0]

@@ -8,26 +8,12 @@ another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from llm42.kernels import Kernels, KVPool, PreparedLinear, RowBatch
+from llm42.kernels.interface import DecoderLayer, DecoderStack
 from llm42.model.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: torch.Tensor
-    qkv: PreparedLinear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: PreparedLinear
-    post_attention_norm: torch.Tensor
-    gate_up: PreparedLinear
-    down: PreparedLinear
-    window: int | None
-    has_rope: bool
 
 
 class Decoder:
@@ -51,17 +37,23 @@ class Decoder:
         self.dtype = embedding.dtype
         self._embedding = kernels.prepare_linear(embedding)
         del embedding
-        self._layers = [_prepare_layer(config, weights, kernels, index) for index in range(config.num_hidden_layers)]
-        self._norm = weights.pop("model.norm.weight")
+        self._stack = DecoderStack(
+            layers=[_prepare_layer(config, weights, kernels, index) for index in range(config.num_hidden_layers)],
+            final_norm=weights.pop("model.norm.weight"),
+            rope=_rope_table(config, max_model_len).to(self.device),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
         self._lm_head = (
             self._embedding if config.tie_word_embeddings else kernels.prepare_linear(weights.pop("lm_head.weight"))
         )
-        self._rope = _rope_table(config, max_model_len).to(self.device)
 
     @property
     def linears(self) -> dict[str, PreparedLinear]:
         """The linear layers by name, one of each kind (all layers have the same shapes)."""
-        layer = self._layers[0]
+        layer = self._stack.layers[0]
         return {
             "qkv": layer.qkv,
             "o": layer.o,
@@ -97,32 +89,15 @@ class Decoder:
         Returns:
             The final hidden states after the last norm, ``[rows, hidden]`` in the model's dtype.
         """
-        kernels, config = self.kernels, self.config
-        plan = kernels.begin_pass(batch, self.device)
-        scale = config.head_dim**-0.5
-        sizes = [heads * config.head_dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-        x = kernels.embedding(token_ids, self._embedding)
-        residual: torch.Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            x, residual = kernels.add_rms_norm(x, residual, layer.input_norm, config.rms_norm_eps)
-            parts = torch.split(kernels.linear(x, layer.qkv), sizes, dim=-1)
-            q, k, v = (part.view(part.shape[0], -1, config.head_dim) for part in parts)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q = kernels.rms_norm_heads(q, layer.q_norm, config.rms_norm_eps)
-                k = kernels.rms_norm_heads(k, layer.k_norm, config.rms_norm_eps)
-            layer_kv = kv.layer(index)
-            q = kernels.rope_and_store_kv(plan, q, k, v, self._rope if layer.has_rope else None, layer_kv)
-            x = kernels.linear(kernels.paged_attention(plan, q, layer_kv, scale, layer.window), layer.o)
-            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, config.rms_norm_eps)
-            x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
-        return kernels.add_rms_norm(x, residual, self._norm, config.rms_norm_eps)[0]
+        x = self.kernels.embedding(token_ids, self._embedding)
+        return self.kernels.run_layers(self._stack, x, batch, kv)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[rows, hidden]`` to logits ``[rows, vocab]`` in the model's dtype."""
         return self.kernels.linear(hidden, self._lm_head)
 
 
-def _prepare_layer(config: ModelConfig, weights: dict[str, torch.Tensor], kernels: Kernels, index: int) -> _Layer:
+def _prepare_layer(config: ModelConfig, weights: dict[str, torch.Tensor], kernels: Kernels, index: int) -> DecoderLayer:
     prefix = f"model.layers.{index}."
 
     def fused(names: tuple[str, ...], *, has_bias: bool) -> PreparedLinear:
@@ -130,7 +105,7 @@ def _prepare_layer(config: ModelConfig, weights: dict[str, torch.Tensor], kernel
         bias = torch.cat([weights.pop(f"{prefix}{name}.bias") for name in names]) if has_bias else None
         return kernels.prepare_linear(weight, bias)
 
-    return _Layer(
+    return DecoderLayer(
         input_norm=weights.pop(f"{prefix}input_layernorm.weight"),
         qkv=fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), has_bias=config.qkv_bias),
         q_norm=weights.pop(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,

@@ -15,8 +15,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from llm42.kernels.interface import Kernels, PreparedLinear, RowBatch
+from llm42.kernels.interface import DecoderStack, Kernels, KVPool, PreparedLinear, RowBatch
 from llm42.kernels.native import build
+from llm42.kernels.native.layers import NativeStack, PassRows
 from llm42.kernels.native.sampler import NativeSampler
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -74,6 +75,8 @@ class NativeKernels(Kernels):
         self._library = _library(flags)
         self._sampler = NativeSampler(self._library)
         self._flags = build.target_flags() if flags is None else flags
+        self._stack: NativeStack | None = None
+        """The layers that ran last, over the KV memory they ran over."""
 
     @property
     def sampler(self) -> NativeSampler:
@@ -163,6 +166,20 @@ class NativeKernels(Kernels):
             segments[index] = segment.row, segment.start, segment.length, len(blocks)
             blocks.extend(segment.blocks)
         return _Plan(batch.positions, batch.slots, segments, np.asarray(blocks, dtype=np.int32), batch.block_size)
+
+    def run_layers(self, stack: DecoderStack, x: torch.Tensor, batch: RowBatch, kv: KVPool) -> torch.Tensor:
+        plan = self.begin_pass(batch, x.device)
+        if self._stack is None or not self._stack.is_of(stack, kv, batch.block_size):
+            self._stack = NativeStack(self._library, _DTYPES[x.dtype], stack, kv, batch.block_size)
+        rows = PassRows(
+            batch.num_rows,
+            plan.positions.ctypes.data,
+            plan.slots.ctypes.data,
+            plan.segments.ctypes.data,
+            len(plan.segments),
+            plan.blocks.ctypes.data,
+        )
+        return self._stack(rows, x)
 
     def rope_and_store_kv(
         self,

@@ -195,9 +195,7 @@ void attention(const Attention<T>& work, const std::vector<Segment>& segments) {
 
 using namespace llm42;
 
-// `segments` is [num_segments][4]: first row, position of the first row, rows, and where its page table begins in
-// `blocks`. Rows of no segment (padding) get zeros.
-extern "C" EXPORT void llm42_attention(int dtype, const void* q, int64_t rows, int64_t ldq, const void* keys,
+extern "C" void llm42_attention(int dtype, const void* q, int64_t rows, int64_t ldq, const void* keys,
                                 const void* values, int64_t heads, int64_t kv_heads, int64_t head_dim,
                                 const int64_t* segments, int64_t num_segments, const int32_t* blocks,
                                 int64_t block_size, int64_t window, float scale, void* out) {

@@ -6,9 +6,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "api.h"
 #include "simd.h"
-
-#define EXPORT __attribute__((visibility("default")))
 
 namespace llm42 {
 
@@ -28,8 +27,12 @@ auto dispatch(int dtype, Function function) {
 inline int64_t thread_count() { return omp_get_num_threads(); }
 inline int64_t thread_index() { return omp_get_thread_num(); }
 
-// fp32 memory of the calling thread, valid until its next call; the threads of a parallel region may share it.
-inline float* scratch(int64_t count) {
+// What scratch memory is for: a user keeps it until it asks for more of the same.
+constexpr int kOperation = 0, kWorkspace = 1;
+
+// fp32 memory of the calling thread; the threads of a parallel region may share it.
+template <int kUse = kOperation>
+float* scratch(int64_t count) {
   struct Buffer {
     float* data = nullptr;
     int64_t size = 0;

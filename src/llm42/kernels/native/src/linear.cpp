@@ -16,7 +16,7 @@ namespace llm42 {
 namespace {
 
 constexpr int64_t kDepth = 5120 / kLanes;  // k per block: two panels and a tile of rows stay near the first-level cache
-constexpr int64_t kRowBlock = 96;          // rows whose inputs stay in the second-level cache
+constexpr int64_t kRowBlock = 128;          // rows whose inputs stay in the second-level cache
 // From so many tiles of rows on, two panels of weights are widened before the tiles and not in their inner loop, which
 // has no registers to spare: twice as fast for many rows.
 constexpr int64_t kWidenTiles = 3;
@@ -140,10 +140,14 @@ struct Linear {
     for (int64_t start = 0; start < padded_k; start += depth) {
       const T* w = packed + panel * stride + start * kLanes;
       const int64_t block = std::min(depth, padded_k - start);
-      const bool is_widened = sizeof(T) < sizeof(float) && kPanels <= 2 && num_tiles >= kWidenTiles;
+      const bool is_widened = sizeof(T) < sizeof(float) && kPanels == 2 && num_tiles >= kWidenTiles;
       if (is_widened)
         for (int p = 0; p < kPanels; ++p) widen_panel(w + p * stride, block, wide + p * block * kLanes);
+      const int64_t next_bytes = is_widened ? kPanels * block * kLanes * int64_t{sizeof(T)} : 0;
       for (int64_t t = 0; t < num_tiles; ++t) {
+        // The next panels come from memory while these are worked on.
+        for (int64_t byte = next_bytes * t / num_tiles / 64 * 64; byte < next_bytes * (t + 1) / num_tiles; byte += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(w + kPanels * stride) + byte, 0, 2);
         // Tiles as even as can be: small ones do not fill the pipelines.
         const int64_t first = num_rows * t / num_tiles, stop = num_rows * (t + 1) / num_tiles;
         const Tile tile{x + (first_row + first) * padded_k + start, padded_k, is_widened ? block * kLanes : stride,
@@ -164,20 +168,18 @@ struct Linear {
       }
   }
 
-  void panels(int64_t begin, int64_t end) const {
-    alignas(64) float acc[kRowBlock * 8 * kLanes];
+  // Outputs of the panels begin..end for `num_rows` rows.
+  void panels(int64_t begin, int64_t end, int64_t row, int64_t num_rows) const {
+    alignas(64) float acc[2 * kRowBlock * kLanes];
     alignas(64) float wide[2 * (kDepth + 2) * kLanes];
-    for (int64_t row = 0; row < rows; row += kRowBlock) {
-      const int64_t num_rows = std::min(kRowBlock, rows - row);
-      int64_t panel = begin;
-      // Few rows have few accumulators: more panels side by side hide the latency of each.
-      if (num_rows == 1)
-        for (; panel + 8 <= end; panel += 8) group<8>(panel, row, num_rows, acc, wide);
-      if (num_rows <= 3)
-        for (; panel + 4 <= end; panel += 4) group<4>(panel, row, num_rows, acc, wide);
-      for (; panel + 2 <= end; panel += 2) group<2>(panel, row, num_rows, acc, wide);
-      for (; panel < end; ++panel) group<1>(panel, row, num_rows, acc, wide);
-    }
+    int64_t panel = begin;
+    // Few rows have few accumulators: more panels side by side hide the latency of each.
+    if (num_rows == 1)
+      for (; panel + 8 <= end; panel += 8) group<8>(panel, row, num_rows, acc, wide);
+    if (num_rows <= 3)
+      for (; panel + 4 <= end; panel += 4) group<4>(panel, row, num_rows, acc, wide);
+    for (; panel + 2 <= end; panel += 2) group<2>(panel, row, num_rows, acc, wide);
+    for (; panel < end; ++panel) group<1>(panel, row, num_rows, acc, wide);
   }
 };
 
@@ -187,6 +189,9 @@ void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, i
   float* wide = scratch(rows * padded_k);
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
   const Linear<T> work{wide, rows, k, padded_k, n, packed, bias, out};
+  const int64_t num_blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int64_t chunk = std::max<int64_t>(rows == 1 ? 8 : 4, num_panels / 256 / 8 * 8);
+  const int64_t num_chunks = (num_panels + chunk - 1) / chunk;
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
@@ -195,8 +200,13 @@ void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, i
       for (; i + kLanes <= k; i += kLanes) store(wide + row * padded_k + i, load(x + row * ldx + i));
       for (; i < padded_k; ++i) wide[row * padded_k + i] = i < k ? widen(x[row * ldx + i]) : 0.0f;
     }
-    const int64_t threads = thread_count(), me = thread_index();
-    work.panels(num_panels * me / threads, num_panels * (me + 1) / threads);
+    // Small pieces, taken as they come: a thread that the system holds up does not hold up the others.
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t piece = 0; piece < num_blocks * num_chunks; ++piece) {
+      const int64_t block = piece / num_chunks, begin = piece % num_chunks * chunk;
+      const int64_t row = rows * block / num_blocks;
+      work.panels(begin, std::min(begin + chunk, num_panels), row, rows * (block + 1) / num_blocks - row);
+    }
   }
 }
 
@@ -225,20 +235,19 @@ void embedding(const int64_t* ids, int64_t rows, const T* packed, int64_t k, T* 
 
 using namespace llm42;
 
-// Elements of the packed form of weights [n][k].
-extern "C" EXPORT int64_t llm42_packed_size(int dtype, int64_t n, int64_t k) {
+extern "C" int64_t llm42_packed_size(int dtype, int64_t n, int64_t k) {
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
   return num_panels * dispatch(dtype, [&](auto type) { return Panel<decltype(type)>::size(k); });
 }
 
-extern "C" EXPORT void llm42_pack(int dtype, const void* weight, int64_t n, int64_t k, void* packed) {
+extern "C" void llm42_pack(int dtype, const void* weight, int64_t n, int64_t k, void* packed) {
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
     pack(static_cast<const T*>(weight), n, k, static_cast<T*>(packed));
   });
 }
 
-extern "C" EXPORT void llm42_linear(int dtype, const void* x, int64_t rows, int64_t ldx, const void* packed, int64_t n,
+extern "C" void llm42_linear(int dtype, const void* x, int64_t rows, int64_t ldx, const void* packed, int64_t n,
                              int64_t k, const float* bias, void* out) {
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
@@ -246,7 +255,7 @@ extern "C" EXPORT void llm42_linear(int dtype, const void* x, int64_t rows, int6
   });
 }
 
-extern "C" EXPORT void llm42_embedding(int dtype, const int64_t* ids, int64_t rows, const void* packed, int64_t k, void* out) {
+extern "C" void llm42_embedding(int dtype, const int64_t* ids, int64_t rows, const void* packed, int64_t k, void* out) {
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
     embedding(ids, rows, static_cast<const T*>(packed), k, static_cast<T*>(out));

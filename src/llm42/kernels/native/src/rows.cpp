@@ -68,11 +68,20 @@ INLINE void rotate(const T* x, const float* cos, const float* sin, int64_t half,
   }
 }
 
+// Copies with NaN as 0 and infinities as the largest number; `from` may be `to`.
 template <class T>
 INLINE void store_finite(const T* from, int64_t count, T* to) {
   constexpr float kLargest = sizeof(T) == 4               ? std::numeric_limits<float>::max()
                              : std::is_same_v<T, Float16> ? 65504.0f
                                                           : 0x1.fep127f;
+  Vec sum = zero();  // of x - x, which is 0 for finite numbers only
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int width = int(std::min<int64_t>(kLanes, count - i));
+    const Vec x = load_first(from + i, width);
+    sum = sum + (x - x);
+    store_first(to + i, x, width);
+  }
+  if (sum_lanes(sum) == 0.0f) return;
   for (int64_t i = 0; i < count; ++i) {
     const float x = widen(from[i]);
     narrow(x != x ? 0.0f : std::min(std::max(x, -kLargest), kLargest), to + i);
@@ -126,8 +135,7 @@ void silu_mul(const T* gate_up, int64_t rows, int64_t size, T* out) {
 
 using namespace llm42;
 
-// `residual` and `sum` may be null together.
-extern "C" EXPORT void llm42_add_rms_norm(int dtype, const void* x, const void* residual, const void* weight, float eps,
+extern "C" void llm42_add_rms_norm(int dtype, const void* x, const void* residual, const void* weight, float eps,
                                    int64_t rows, int64_t size, void* out, void* sum) {
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
@@ -136,7 +144,7 @@ extern "C" EXPORT void llm42_add_rms_norm(int dtype, const void* x, const void* 
   });
 }
 
-extern "C" EXPORT void llm42_rms_norm_heads(int dtype, const void* x, const void* weight, float eps, int64_t rows, int64_t ldx,
+extern "C" void llm42_rms_norm_heads(int dtype, const void* x, const void* weight, float eps, int64_t rows, int64_t ldx,
                                      int64_t heads, int64_t size, void* out) {
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
@@ -145,8 +153,7 @@ extern "C" EXPORT void llm42_rms_norm_heads(int dtype, const void* x, const void
   });
 }
 
-// `rope` is [positions][2][head_dim / 2], or null for layers without rotary embedding.
-extern "C" EXPORT void llm42_rope_and_store_kv(int dtype, const int64_t* positions, const int64_t* slots, int64_t rows,
+extern "C" void llm42_rope_and_store_kv(int dtype, const int64_t* positions, const int64_t* slots, int64_t rows,
                                         int64_t heads, int64_t kv_heads, int64_t head_dim, const void* q, int64_t ldq,
                                         const void* k, int64_t ldk, const void* v, int64_t ldv, const float* rope,
                                         void* keys, void* values, void* q_out) {
@@ -158,7 +165,7 @@ extern "C" EXPORT void llm42_rope_and_store_kv(int dtype, const int64_t* positio
   });
 }
 
-extern "C" EXPORT void llm42_silu_mul(int dtype, const void* gate_up, int64_t rows, int64_t size, void* out) {
+extern "C" void llm42_silu_mul(int dtype, const void* gate_up, int64_t rows, int64_t size, void* out) {
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
     silu_mul(static_cast<const T*>(gate_up), rows, size, static_cast<T*>(out));
