@@ -13,10 +13,11 @@ from llm42.cache import BlockPool, PageTable, PrefixCache
 from llm42.engine.core import EngineCore
 from llm42.engine.request import Request
 from llm42.engine.scheduler import Scheduler
-from llm42.protocol import GroupingPolicy, Ledger, Verdict, judge
+from llm42.protocol import GroupingPolicy, Ledger, ShapeClass, Verdict, judge
 from llm42.protocol import ledger as ledger_module
+from llm42.sampling.params import SamplingParams
 from simulated import SimulatedRunner
-from simulation import SEEDS, crowded_run, disturbed_run
+from simulation import MAX_TOKENS, SEEDS, crowded_run, disturbed_run, make_config, make_simulation
 
 
 def accept_a_wrong_candidate(patch):
@@ -167,6 +168,92 @@ def stay_silent_about_new_tokens(patch):
     patch.setattr(EngineCore, "step", lambda core: [request for request in step(core) if request.is_finished])
 
 
+def commit_the_rows_of_a_spot_check_once_more(patch):
+    advance = EngineCore._advance
+
+    def mutant(core, segment, generated):
+        ledger, again = segment.request.ledger, segment.rows[: segment.num_checked]
+        known = [ledger.token_ids[position + 1] for position in again]
+        committed = advance(core, segment, generated)
+        ledger.token_ids.extend(known)
+        ledger.num_committed += len(known)
+        return (*committed, *known)
+
+    patch.setattr(EngineCore, "_advance", mutant)
+
+
+def check_rows_of_the_prompt(patch):
+    check = Scheduler._add_spot_check
+
+    def mutant(scheduler, fill):
+        check(scheduler, fill)
+        for segment in fill.segments:
+            if segment.num_checked and segment.rows.start == segment.request.ledger.prompt_len and fill.free:
+                rows = range(segment.rows.start - 1, segment.rows.stop)
+                fill.replace(replace(segment, rows=rows, num_checked=segment.num_checked + 1))
+
+    patch.setattr(Scheduler, "_add_spot_check", mutant)
+
+
+def check_rows_of_published_blocks(patch):
+    check = Scheduler._add_spot_check
+
+    def mutant(scheduler, fill):
+        published = {segment.request: segment.request.pages.num_published for segment in fill.segments}
+        for request in published:
+            request.pages.num_published = 0
+        check(scheduler, fill)
+        for request, count in published.items():
+            request.pages.num_published = count
+
+    patch.setattr(Scheduler, "_add_spot_check", mutant)
+
+
+def commit_directly_in_a_fast_pass(patch):
+    plan = Scheduler.plan
+
+    def mutant(scheduler):
+        work = plan(scheduler)
+        if work is None or work.is_canonical or not scheduler.commits_directly:
+            return work
+        return replace(work, segments=tuple(map(_as_direct, work.segments)))
+
+    patch.setattr(Scheduler, "plan", mutant)
+
+
+def _as_direct(segment):
+    """A draft of a deterministic request as a window of its one row, which commits its token."""
+    ledger = segment.request.ledger
+    return replace(segment, is_draft=False) if ledger.deterministic and not ledger.num_candidates else segment
+
+
+def commit_directly_while_candidates_exist(patch):
+    draft = Ledger.draft
+
+    def mutant(ledger, token_id):
+        has_candidates = ledger.num_candidates > 0
+        draft(ledger, token_id)
+        if has_candidates:
+            ledger.num_committed = ledger.num_tokens - ledger.prompt_len
+
+    patch.setattr(Ledger, "draft", mutant)
+
+
+def pad_to_no_class(patch):
+    patch.setattr(ShapeClass, "pad", lambda _shapes, rows: rows)
+
+
+def overlook_violations(patch):
+    patch.setattr(Scheduler, "stop_direct_commits", lambda _scheduler: None)
+
+
+def keep_the_class_after_a_violation(patch):
+    def mutant(scheduler):
+        scheduler.commits_directly = False
+
+    patch.setattr(Scheduler, "stop_direct_commits", mutant)
+
+
 MUTANTS = [
     accept_a_wrong_candidate,
     commit_nothing_on_a_mismatch,
@@ -189,7 +276,42 @@ MUTANTS = [
     make_ordinary_requests_wait,
     survive_a_failing_pass,
     stay_silent_about_new_tokens,
+    commit_the_rows_of_a_spot_check_once_more,
+    check_rows_of_the_prompt,
+    check_rows_of_published_blocks,
+    commit_directly_in_a_fast_pass,
+    commit_directly_while_candidates_exist,
+    pad_to_no_class,
+    overlook_violations,
+    keep_the_class_after_a_violation,
 ]
+
+
+def violated_run(seed):
+    """The first spot check fails: there is no second one, and canonical passes have one row count from then on."""
+    simulation = make_simulation(make_config(mode="auto", max_num_seqs=8), 60, seed, [1, 2, 4, 6, 8, 12, 16])
+    runner, row_counts = simulation.runner, set()
+    check_pass = runner.on_pass
+
+    def on_pass(work):
+        check_pass(work)
+        if work.is_canonical and runner.num_violations:
+            row_counts.add(work.num_rows)
+
+    runner.violation_rate, runner.on_pass = 1.0, on_pass
+    params = SamplingParams(max_tokens=MAX_TOKENS, deterministic=True, ignore_eos=True)
+    for index in range(12):
+        simulation.submit([1, 2, index % 3], params)
+        simulation.step()
+    simulation.run()
+    assert runner.num_violations == simulation.core.num_violations == 1, "direct commits went on after a violation"
+    assert len(row_counts) == 1, "canonical passes of several row counts after a violation"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_violation_ends_direct_commits_and_the_class(seed):
+    """The partner of the mutants that do not fall back."""
+    violated_run(seed)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
@@ -199,3 +321,4 @@ def test_a_mutant_is_caught(mutant, monkeypatch):
         for seed in SEEDS:
             disturbed_run(seed)
         crowded_run(0)
+        violated_run(0)

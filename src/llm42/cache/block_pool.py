@@ -95,6 +95,11 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def evict_all(self) -> None:
+        """Free every block that only the prefix cache remembers."""
+        while self._evictable:
+            self._free.append(self._evict())
+
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
         self._on_evict(block)

@@ -59,5 +59,11 @@ class PrefixCache:
             table.cached_parent = self._entries[key][1]
             table.num_published += 1
 
+    def clear(self) -> None:
+        """Forget all blocks; those that requests hold become theirs alone, and what follows them is found no more."""
+        self._pool.evict_all()
+        self._entries.clear()
+        self._key_of.clear()
+
     def _forget(self, block: int) -> None:
         del self._entries[self._key_of.pop(block)]

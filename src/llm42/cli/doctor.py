@@ -96,7 +96,7 @@ def _print(report: dict[str, Any]) -> None:
     table.add_row("machine", f"{machine['processor']}, {machine['instructions']}, {machine['threads']} threads")
     table.add_row("model", f"{report['model']['path']}, {report['model']['dtype']}")
     for name, value in report["kernels"].items():
-        table.add_row(name, value)
+        table.add_row(name if name == "kernels" else f"kernels: {name}", value)
     for name, classes in report["classes"].items():
         shown = "  ".join(f"{{{counts}}}" for counts in classes[:8])
         more = f"  and {len(classes) - 8} more" if len(classes) > 8 else ""
@@ -106,10 +106,12 @@ def _print(report: dict[str, Any]) -> None:
     table.add_row("mode", f"{report['mode']}, {report['rows_per_pass']} rows a pass at most")
     table.add_row("self-test", "passed" if report["refusal"] is None else f"refused: {report['refusal']}")
     table.add_row("fingerprint", report["fingerprint"])
-    Console(highlight=False).print(table)
+    # Paths and reasons are shown as they are: square brackets and colons are no markup.
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(table)
     verdict = (
         "deterministic requests are served"
         if report["refusal"] is None
         else "deterministic requests are refused: see self-test"
     )
-    Console(highlight=False).print(verdict, style="green" if report["refusal"] is None else "red")
+    console.print(verdict, style="green" if report["refusal"] is None else "red")

@@ -110,11 +110,14 @@ class EngineCore:
             logger.exception("a pass failed; its %d requests are ended", len(work.segments))
             return self._fail_pass(work, error)
         executed = time.monotonic()
+        num_violations = self.num_violations
         changed = [
             segment.request
             for segment, result in zip(work.segments, results, strict=True)
             if self._apply(segment, result)
         ]
+        if self.num_violations > num_violations:
+            self._rebuild()
         self.scheduler.costs.observe(work.num_rows, executed - now)
         if self.observer is not None:
             times = (now - started, executed - now, time.monotonic() - executed)
@@ -129,11 +132,11 @@ class EngineCore:
     def _apply(self, segment: Segment, result: SegmentResult) -> bool:
         """Take a segment's result to its request; return whether its caller has something new to see."""
         request, ledger = segment.request, segment.request.ledger
+        if segment.num_checked:
+            self._take_spot_check(segment, result)
         if result.error is not None:
             self._finish(request, FinishReason.ERROR, result.error)
             return True
-        if segment.num_checked:
-            self._take_spot_check(segment, result)
         request.prompt_logprobs.extend(result.prompt_logprobs)
         committed = self._advance(segment, result.generated)
         usable = committed.index(UNUSABLE) if UNUSABLE in committed else len(committed)
@@ -191,6 +194,13 @@ class EngineCore:
             self.scheduler.shapes.canonical,
         )
         self.scheduler.stop_direct_commits()
+
+    def _rebuild(self) -> None:
+        """Drop all KV, which canonical passes of the false class wrote: it is computed again at the one row count."""
+        for request in reversed(list(self.scheduler.running)):
+            self.scheduler.preempt(request)
+        if self.cache is not None:
+            self.cache.clear()
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish(reason, error)

@@ -83,6 +83,9 @@ class Runner:
             _sample_group(group, logits, work.segments, results, self._decoder.kernels.sampler)
         for check in checks:
             check.conclude(results)
+        if any(result.violation is not None for result in results):
+            # The scheduler does the same for the layers: from now on, logits too come from one row count.
+            self._logit_rows = ShapeClass([self._logit_rows.largest])
         return results
 
     def _logits(

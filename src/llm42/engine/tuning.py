@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm42.protocol import GroupingPolicy
+from llm42.protocol import GroupingPolicy, ShapeClass
 
 _DECAY = 0.98
 _WINDOWS = (2, 4, 8, 16, 32, 64)
@@ -76,20 +76,24 @@ def choose_policy(
     max_rows: int,
     window_size: int | None,
     group_size: int | None,
+    canonical: ShapeClass | None = None,
 ) -> GroupingPolicy:
     """The window and group size with the most tokens per time, for a load as it is now.
 
     The cycle that is compared: W - 1 fast passes in which everybody drafts, then verification of all windows, as many
-    in one pass as fit beside the ordinary requests' rows. A flip drops half of a window on average.
+    in one pass as fit beside the ordinary requests' rows, and padded to the class. A window commits its tokens up to
+    the first flip, and the correction. (A verification commits a token of its own, so without padding nothing is
+    gained by large windows: their rows are run twice.)
 
     Args:
         costs: Measured costs of passes.
         flips: Measured rate of wrong candidates.
         num_deterministic: Deterministic requests that decode.
         num_ordinary: Ordinary requests that decode.
-        max_rows: Rows of a canonical pass.
+        max_rows: Rows of a canonical pass, at most.
         window_size: W, if it is set by hand.
         group_size: G, if it is set by hand.
+        canonical: The row counts that canonical passes are padded to; by default to none.
     """
     sizes = [size for size in _WINDOWS if size <= max(2, max_rows)] if window_size is None else [window_size]
     overhead = costs.overhead_rows
@@ -99,8 +103,11 @@ def choose_policy(
         room = max(1, (max_rows - min(num_ordinary, max_rows // 2)) // size)
         group = min(drafting, room) if group_size is None else group_size
         passes = -(-drafting // min(group, room))
-        rows = drafting * size + passes * num_ordinary
-        time = (size - 1 + passes) * overhead + (size - 1) * (drafting + num_ordinary) + rows
-        tokens = drafting * size * max(0.0, 1.0 - flips.value * size / 2) + num_ordinary * (size - 1 + passes)
+        windows = min(max_rows, -(-drafting // passes) * size)
+        riders = min(num_ordinary, max_rows - windows)
+        rows = windows + riders if canonical is None else canonical.pad(windows + riders)
+        time = (size - 1 + passes) * overhead + (size - 1) * (drafting + num_ordinary) + passes * rows
+        committed = sum((1.0 - flips.value) ** matched for matched in range(size))
+        tokens = drafting * committed + (size - 1) * num_ordinary + passes * riders
         best = max(best, (tokens / time, size, group))
     return GroupingPolicy(best[1], best[2])

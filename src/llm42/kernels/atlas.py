@@ -31,7 +31,7 @@ BUCKETS = (*range(1, 17), *range(18, 65, 2), *range(80, 257, 16))
 LOGIT_BUCKETS = tuple(count for count in BUCKETS if count <= 64)
 _VERIFICATION_ROWS = 64
 _HUGE = 1.0e4
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,11 @@ def measure(
     for name, linear in layers.items():
         bits[name] = {}
         for rows in row_counts:
+            x, places = _rows(linear, rows, _HUGE)
             started = time.perf_counter()
-            found = probe(kernels, linear, rows)
+            y = kernels.linear(x, linear)
             seconds[rows] += time.perf_counter() - started
-            if found is not None:
+            if (found := _bits(y, places)) is not None:
                 bits[name][rows] = found
     head = {rows: found for rows in logit_row_counts if (found := probe(kernels, lm_head, rows)) is not None}
     classes = {name: _classes({rows: (found,) for rows, found in of.items()}) for name, of in bits.items()}
@@ -120,13 +121,24 @@ def still_holds(atlas: Atlas, kernels: Kernels, layers: Mapping[str, PreparedLin
 
 def probe(kernels: Kernels, linear: PreparedLinear, rows: int, neighbours: float = _HUGE) -> bytes | None:
     """The bits of a fixed probe row in a pass of ``rows``; None if they depend on its index or its neighbours."""
+    x, places = _rows(linear, rows, neighbours)
+    return _bits(kernels.linear(x, linear), places)
+
+
+def _rows(linear: PreparedLinear, rows: int, neighbours: float) -> tuple[torch.Tensor, list[int]]:
+    """The input of a pass ``[rows, in_features]``, and where in it the probe row lies."""
     generator = torch.Generator().manual_seed(42)
     row = torch.randn(linear.in_features, generator=generator).to(linear.dtype)
     x = torch.randn((rows, linear.in_features), generator=generator).mul_(neighbours).to(linear.dtype)
     # Every other row and the last one; which ones depends on the count, so that all indices have their turn.
     places = sorted({*range(rows % 2, rows, 2), rows - 1})
     x[places] = row
-    y = kernels.linear(x.to(linear.weight.device), linear)[places].cpu()
+    return x.to(linear.weight.device), places
+
+
+def _bits(y: torch.Tensor, places: list[int]) -> bytes | None:
+    """The bits of the rows at these places; None if they are not all the same."""
+    y = y[places].cpu()
     if not torch.equal(y, y[:1].expand_as(y)):
         return None
     return y[0].contiguous().view(torch.uint8).numpy().tobytes()
@@ -153,8 +165,8 @@ def load(path: Path) -> Atlas | None:
             return None
         return Atlas(
             {name: tuple(map(tuple, found)) for name, found in data["classes"].items()},
-            tuple(data["row_counts"]),
-            tuple(data["logit_row_counts"]),
+            ShapeClass(data["row_counts"]).row_counts,
+            ShapeClass(data["logit_row_counts"]).row_counts,
             {int(rows): float(seconds) for rows, seconds in data["layer_seconds"].items()},
         )
     except FileNotFoundError:

@@ -157,13 +157,21 @@ class Kernels(ABC):
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
         """Bring a linear layer's weights into the backend's form, once."""
 
+    def prepare_embedding(self, table: torch.Tensor) -> PreparedLinear:
+        """Bring the table ``[vocab, hidden]`` into the form that `embedding` reads, once."""
+        return self.prepare_linear(table)
+
+    def tied_lm_head(self, embedding: PreparedLinear) -> PreparedLinear:
+        """The output projection with the weights of an embedding: the same object where one form serves both uses."""
+        return embedding
+
     @abstractmethod
     def linear(self, x: torch.Tensor, linear: PreparedLinear) -> torch.Tensor:
         """``x [rows, in_features]`` to ``[rows, out_features]``, accumulated in fp32 at least."""
 
     @abstractmethod
     def embedding(self, token_ids: torch.Tensor, table: PreparedLinear) -> torch.Tensor:
-        """Rows of the table ``[vocab, hidden]`` for int64 ids ``[rows]``."""
+        """Rows of a table that `prepare_embedding` gave, for int64 ids ``[rows]``."""
 
     @abstractmethod
     def add_rms_norm(

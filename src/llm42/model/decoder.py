@@ -35,7 +35,7 @@ class Decoder:
         embedding = weights.pop("model.embed_tokens.weight")
         self.device = embedding.device
         self.dtype = embedding.dtype
-        self._embedding = kernels.prepare_linear(embedding)
+        self._embedding = kernels.prepare_embedding(embedding)
         del embedding
         self._stack = DecoderStack(
             layers=[_prepare_layer(config, weights, kernels, index) for index in range(config.num_hidden_layers)],
@@ -46,9 +46,10 @@ class Decoder:
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
-        self._lm_head = (
-            self._embedding if config.tie_word_embeddings else kernels.prepare_linear(weights.pop("lm_head.weight"))
-        )
+        if config.tie_word_embeddings:
+            self._lm_head = kernels.tied_lm_head(self._embedding)
+        else:
+            self._lm_head = kernels.prepare_linear(weights.pop("lm_head.weight"))
 
     @property
     def linears(self) -> dict[str, PreparedLinear]:

@@ -56,6 +56,9 @@ def describe_counts(counts: Iterable[int]) -> str:
         last = runs[-1] if runs else []
         if len(last) == 1 or (len(last) > 1 and count - last[-1] == last[1] - last[0]):
             last.append(count)
+        elif len(last) == 2:
+            # Two counts are no run yet: the second may begin one.
+            runs.append([last.pop(), count])
         else:
             runs.append([count])
     parts: list[str] = []

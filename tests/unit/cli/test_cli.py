@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from llm42 import __version__
 from llm42.cli import app
 from llm42.cli.demo import demo
+from llm42.cli.doctor import doctor
 from llm42.cli.pull import pull
 from llm42.cli.run import run
 
-COMMANDS = {"run": run, "pull": pull, "demo": demo}
+COMMANDS = {"run": run, "pull": pull, "demo": demo, "doctor": doctor}
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -25,7 +26,7 @@ def invoke(*arguments, stdin=None):
 
 def test_help_names_every_command_and_gives_examples():
     text = invoke("--help").output
-    assert all(name in text for name in COMMANDS)
+    assert all(name in text for name in (*COMMANDS, "bench"))
     assert 'llm42 run smollm2-135m-instruct "Why is the sky blue?"' in text
 
 
@@ -33,7 +34,7 @@ def test_help_names_every_command_and_gives_examples():
 def test_help_of_a_command_names_every_option(name):
     result = invoke(name, "--help")
     assert result.exit_code == 0
-    other_names = {"model": "MODEL", "prompt": "PROMPT", "name": "NAME", "show_list": "--list"}
+    other_names = {"model": "MODEL", "prompt": "PROMPT", "name": "NAME", "show_list": "--list", "as_json": "--json"}
     for parameter in inspect.signature(COMMANDS[name]).parameters:
         option = f"--{parameter.replace('_', '-')}"
         assert option in result.output or other_names[parameter] in result.output

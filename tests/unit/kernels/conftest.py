@@ -26,7 +26,7 @@ _VARIANTS = {
 
 @pytest.fixture(scope="session")
 def native() -> NativeKernels:
-    """The kernels for this machine."""
+    """The kernels for this machine, with linear layers of their own even where oneDNN's are the default."""
     return _kernels("own")
 
 
@@ -42,4 +42,4 @@ def _kernels(variant: str) -> NativeKernels:
     flags, runs_here = _VARIANTS[variant]
     if not runs_here:
         pytest.skip(f"this processor does not run {variant}")
-    return NativeKernels(flags)
+    return NativeKernels(flags, linears="own")

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -215,7 +216,7 @@ def test_auto_takes_the_portable_kernels_with_one_warning_and_native_is_an_error
 
 def test_auto_takes_the_native_kernels_where_they_can_be_built(native):
     assert type(create_kernels("auto")) is type(native) is NativeKernels
-    assert create_kernels("auto").versions() == native.versions()
+    assert create_kernels("auto").versions() == NativeKernels().versions()
 
 
 def test_the_versions_tell_flags_and_sources_apart(any_native, native):
@@ -250,7 +251,7 @@ def tasks():
     return len(os.listdir("/proc/self/task"))
 
 before = pools()
-kernels = NativeKernels()
+kernels = NativeKernels(linears="own")
 linear = kernels.prepare_linear(torch.ones(512, 64))
 print(before, pools())
 torch.set_num_threads(1)
@@ -274,3 +275,27 @@ def test_threads_are_those_of_torchs_own_pool(native):  # noqa: ARG001 - built b
     assert len(before.split(", ")) == 1
     assert "omp" in before
     assert (first, second) == ("1", "1")
+
+
+EXHAUSTION = """
+import resource, torch
+from llm42.kernels import NativeKernels
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+kernels = NativeKernels(linears="own")
+packed = kernels.prepare_linear(torch.ones(16, 64)).weight
+x, out = torch.ones(1, 64), torch.empty(2, 16)
+kernels._library.llm42_linear(0, x.data_ptr(), ROWS, 0, packed.data_ptr(), 16, 64, None, out.data_ptr())
+print("done")
+"""
+
+
+@pytest.mark.parametrize("rows", [2, 2**44])
+def test_without_memory_for_its_work_the_library_says_so_and_ends_the_process(native, rows):  # noqa: ARG001 - built
+    script = EXHAUSTION.replace("ROWS", str(rows))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    if rows == 2:
+        assert (done.returncode, done.stdout) == (0, "done\n")
+    else:
+        assert done.returncode == -signal.SIGABRT
+        assert done.stderr.endswith(f"llm42: no memory for {rows * 64 * 4} bytes of intermediate results\n")

@@ -109,5 +109,5 @@ def test_an_embedding_is_a_row_of_the_unpacked_weights(any_native, shape, dtype)
     weight, _ = layer(shape, dtype)
     ids = torch.cat((torch.arange(weight.shape[0]).flip(0), torch.tensor([0, 0, weight.shape[0] - 1])))
     with threads(2):
-        found = any_native.embedding(ids, any_native.prepare_linear(weight))
+        found = any_native.embedding(ids, any_native.prepare_embedding(weight))
     assert torch.equal(found, weight[ids])

@@ -1,8 +1,8 @@
 """The native backend: the kernel interface on top of the C++ library.
 
-Invariant: whatever a row is computed with, and in which order, is written down in the sources; only where the
-processor has matrix instructions for the model's dtype are linear layers PyTorch's oneDNN kernels, and their shape
-classes are measured. Tensors that go to the library are contiguous in their last dimension and on the CPU.
+Invariant: whatever a row is computed with, and in which order, is written down in the sources; only where the CPU has
+matrix instructions for the model's dtype are linear layers oneDNN's (`linears`), and their shape classes are measured.
+Tensors that go to the library are contiguous in their last dimension and on the CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import platform
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,9 +19,16 @@ import torch
 from llm42.kernels.interface import DecoderStack, Kernels, KVPool, PreparedLinear, RowBatch
 from llm42.kernels.native import build
 from llm42.kernels.native.layers import NativeStack, PassRows
+from llm42.kernels.native.linears import (
+    DTYPES,
+    Linears,
+    OneDnnLinears,
+    OwnLinears,
+    describe,
+    has_matrix_instructions,
+)
 from llm42.kernels.native.sampler import NativeSampler
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT, _SIZE, _POINTER, _FLOAT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
     "packed_size": [_INT, _SIZE, _SIZE],
@@ -64,6 +72,8 @@ class NativeKernels(Kernels):
 
     Args:
         flags: Instruction set flags for the compiler; by default this machine's.
+        linears: Whose linear layers to use for every dtype, the library's own or oneDNN's; by default oneDNN's for
+            those dtypes that this CPU has matrix instructions for.
 
     Raises:
         NativeBuildError: The library cannot be built here.
@@ -71,8 +81,15 @@ class NativeKernels(Kernels):
 
     name = "native"
 
-    def __init__(self, flags: tuple[str, ...] | None = None) -> None:
+    def __init__(self, flags: tuple[str, ...] | None = None, linears: Literal["own", "onednn"] | None = None) -> None:
         self._library = _library(flags)
+        own = OwnLinears(self._library)
+        self._linears: dict[torch.dtype, Linears] = {
+            dtype: OneDnnLinears()
+            if linears == "onednn" or (linears is None and has_matrix_instructions(dtype))
+            else own
+            for dtype in DTYPES
+        }
         self._sampler = NativeSampler(self._library)
         self._flags = build.target_flags() if flags is None else flags
         self._stack: NativeStack | None = None
@@ -91,48 +108,31 @@ class NativeKernels(Kernels):
             "torch": torch.__version__,
             "isa": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
+            **describe(self._linears),
         }
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-        if weight.device.type != "cpu" or weight.dtype not in _DTYPES:
+        return self._linears_for(weight).prepare_linear(weight, bias)
+
+    def prepare_embedding(self, table: torch.Tensor) -> PreparedLinear:
+        return self._linears_for(table).prepare_embedding(table)
+
+    def tied_lm_head(self, embedding: PreparedLinear) -> PreparedLinear:
+        return self._linears[embedding.dtype].tied_lm_head(embedding)
+
+    def linear(self, x: torch.Tensor, linear: PreparedLinear) -> torch.Tensor:
+        return self._linears[linear.dtype].linear(x, linear)
+
+    def embedding(self, token_ids: torch.Tensor, table: PreparedLinear) -> torch.Tensor:
+        return self._linears[table.dtype].embedding(token_ids, table)
+
+    def _linears_for(self, weight: torch.Tensor) -> Linears:
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES:
             raise ValueError(
                 f"native kernels take weights in bfloat16, float16 or float32 on the CPU, not {weight.dtype} on "
                 f"{weight.device}; use kernels='portable'"
             )
-        out_features, in_features = weight.shape
-        number = _DTYPES[weight.dtype]
-        packed = torch.empty(self._library.llm42_packed_size(number, out_features, in_features), dtype=weight.dtype)
-        weight = weight.contiguous()
-        self._library.llm42_pack(number, weight.data_ptr(), out_features, in_features, packed.data_ptr())
-        bias = None if bias is None else bias.float().contiguous()
-        return PreparedLinear(packed, bias, weight.dtype, out_features, in_features)
-
-    def linear(self, x: torch.Tensor, linear: PreparedLinear) -> torch.Tensor:
-        out = torch.empty((x.shape[0], linear.out_features), dtype=linear.dtype)
-        self._library.llm42_linear(
-            _DTYPES[linear.dtype],
-            x.data_ptr(),
-            x.shape[0],
-            x.stride(0),
-            linear.weight.data_ptr(),
-            linear.out_features,
-            linear.in_features,
-            None if linear.bias is None else linear.bias.data_ptr(),
-            out.data_ptr(),
-        )
-        return out
-
-    def embedding(self, token_ids: torch.Tensor, table: PreparedLinear) -> torch.Tensor:
-        out = torch.empty((token_ids.shape[0], table.in_features), dtype=table.dtype)
-        self._library.llm42_embedding(
-            _DTYPES[table.dtype],
-            token_ids.data_ptr(),
-            token_ids.shape[0],
-            table.weight.data_ptr(),
-            table.in_features,
-            out.data_ptr(),
-        )
-        return out
+        return self._linears[weight.dtype]
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -140,7 +140,7 @@ class NativeKernels(Kernels):
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         self._library.llm42_add_rms_norm(
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
@@ -155,7 +155,7 @@ class NativeKernels(Kernels):
         rows, heads, size = x.shape
         out = torch.empty((rows, heads, size), dtype=x.dtype)
         self._library.llm42_rms_norm_heads(
-            _DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), eps, rows, x.stride(0), heads, size, out.data_ptr()
+            DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), eps, rows, x.stride(0), heads, size, out.data_ptr()
         )
         return out
 
@@ -168,9 +168,11 @@ class NativeKernels(Kernels):
         return _Plan(batch.positions, batch.slots, segments, np.asarray(blocks, dtype=np.int32), batch.block_size)
 
     def run_layers(self, stack: DecoderStack, x: torch.Tensor, batch: RowBatch, kv: KVPool) -> torch.Tensor:
+        if not isinstance(self._linears[x.dtype], OwnLinears):
+            return super().run_layers(stack, x, batch, kv)
         plan = self.begin_pass(batch, x.device)
         if self._stack is None or not self._stack.is_of(stack, kv, batch.block_size):
-            self._stack = NativeStack(self._library, _DTYPES[x.dtype], stack, kv, batch.block_size)
+            self._stack = NativeStack(self._library, DTYPES[x.dtype], stack, kv, batch.block_size)
         rows = PassRows(
             batch.num_rows,
             plan.positions.ctypes.data,
@@ -193,7 +195,7 @@ class NativeKernels(Kernels):
         rows, heads, head_dim = q.shape
         out = torch.empty((rows, heads, head_dim), dtype=q.dtype)
         self._library.llm42_rope_and_store_kv(
-            _DTYPES[q.dtype],
+            DTYPES[q.dtype],
             plan.positions.ctypes.data,
             plan.slots.ctypes.data,
             rows,
@@ -219,7 +221,7 @@ class NativeKernels(Kernels):
         rows, heads, head_dim = q.shape
         out = torch.empty((rows, heads * head_dim), dtype=q.dtype)
         self._library.llm42_attention(
-            _DTYPES[q.dtype],
+            DTYPES[q.dtype],
             q.data_ptr(),
             rows,
             q.stride(0),
@@ -241,5 +243,5 @@ class NativeKernels(Kernels):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        self._library.llm42_silu_mul(_DTYPES[gate_up.dtype], gate_up.data_ptr(), rows, width // 2, out.data_ptr())
+        self._library.llm42_silu_mul(DTYPES[gate_up.dtype], gate_up.data_ptr(), rows, width // 2, out.data_ptr())
         return out

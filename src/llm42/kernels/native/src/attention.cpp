@@ -14,8 +14,9 @@
 namespace llm42 {
 namespace {
 
-constexpr int kKeyTile = 64;
-constexpr int kRowTile = 16;  // rows of a segment that share a widened tile of keys and values
+constexpr int kKeyTile = 32;
+constexpr int kRowTile = 16;     // rows of a segment that share a widened tile of keys and values
+constexpr int kMergedQueries = 48;  // an item takes all heads together up to so many queries
 
 struct Segment {
   int64_t row, start, length;
@@ -103,6 +104,12 @@ void add_tile(Query& query, const Shape& shape, int64_t start, const float* keys
   for (; d < dim; d += kLanes) accumulate<1>(weights, values + d, dim, begin, end, decay, query.result + d);
 }
 
+// Rows of a segment and KV heads that a thread works on at a time.
+struct Item {
+  const Segment* segment;
+  int64_t first, count, kv_head, num_heads, cost;
+};
+
 template <class T>
 struct Attention {
   const T* q;  // [rows][heads][head_dim] at stride ldq
@@ -112,69 +119,91 @@ struct Attention {
   T* out;  // [rows][heads * head_dim]
   Shape shape;
 
+  int64_t max_queries() const { return std::max<int64_t>(kRowTile * shape.group(), kMergedQueries); }
+
   // Memory of a work item: a tile of keys and one of values, and the queries.
-  int64_t scratch_size() const {
-    return (2 * kKeyTile + 2 * kRowTile * shape.group()) * shape.padded_dim();
+  int64_t scratch_size() const { return (2 * kKeyTile + 2 * max_queries()) * shape.padded_dim(); }
+
+  // Elements before the key (or value) of a position and head.
+  int64_t place(const Segment& segment, int64_t position, int64_t kv_head) const {
+    const int64_t block = segment.blocks[position / shape.block_size];
+    return (block * shape.block_size + position % shape.block_size) * shape.kv_stride + kv_head * shape.head_dim;
   }
 
-  void run(const Segment& segment, int64_t first, int64_t count, int64_t kv_head, float* memory, Query* queries) const {
-    const int64_t dim = shape.padded_dim(), group = shape.group();
+  // Widens a tile of keys and values, page by page, while those of the next tile are fetched from memory.
+  void widen_tile(const Segment& segment, int64_t start, int64_t count, int64_t last, int64_t kv_head, float* k,
+                  float* v) const {
+    const int64_t dim = shape.padded_dim(), bytes = shape.head_dim * int64_t{sizeof(T)};
+    for (int64_t j = 0; j < count;) {
+      const int64_t position = start + j;
+      const int64_t page = std::min(count - j, shape.block_size - position % shape.block_size);
+      const int64_t from = place(segment, position, kv_head), ahead = position + kKeyTile;
+      const int64_t next = ahead <= last ? place(segment, ahead, kv_head) : from;
+      for (int64_t i = 0; i < page; ++i, ++j) {
+        for (int64_t byte = 0; byte < bytes; byte += 64) {
+          __builtin_prefetch(reinterpret_cast<const char*>(keys + next + i * shape.kv_stride) + byte);
+          __builtin_prefetch(reinterpret_cast<const char*>(values + next + i * shape.kv_stride) + byte);
+        }
+        widen_row(keys + from + i * shape.kv_stride, shape.head_dim, dim, k + j * dim);
+        widen_row(values + from + i * shape.kv_stride, shape.head_dim, dim, v + j * dim);
+      }
+    }
+  }
+
+  void run(const Item& item, float* memory, Query* queries) const {
+    const Segment& segment = *item.segment;
+    const int64_t dim = shape.padded_dim(), group = shape.group(), per_head = item.count * group;
     float* k = memory;
     float* v = k + kKeyTile * dim;
     float* q_memory = v + kKeyTile * dim;
-    const int64_t num_queries = count * group;
-    for (int64_t i = 0; i < num_queries; ++i) {
-      const int64_t row = segment.row + first + i / group, head = kv_head * group + i % group;
+    for (int64_t i = 0; i < item.num_heads * per_head; ++i) {
       Query& query = queries[i];
-      query.position = segment.start + first + i / group;
+      query.position = segment.start + item.first + i % per_head / group;
       query.q = q_memory + 2 * i * dim;
       query.result = query.q + dim;
       query.highest = -std::numeric_limits<float>::max();
       std::fill(query.total, query.total + kLanes, 0.0f);
       std::fill(query.result, query.result + dim, 0.0f);
-      widen_row(q + row * ldq + head * shape.head_dim, shape.head_dim, dim, query.q);
+      widen_row(q + row_of(item, i) * ldq + head_of(item, i) * shape.head_dim, shape.head_dim, dim, query.q);
       for (int64_t d = 0; d < dim; ++d) query.q[d] *= shape.scale;
     }
-    const int64_t last = segment.start + first + count - 1;
-    for (int64_t start = shape.first_visible(segment.start + first) / kKeyTile * kKeyTile; start <= last;
-         start += kKeyTile) {
-      const int64_t end = std::min<int64_t>(kKeyTile, last + 1 - start);
-      int64_t block = start / shape.block_size, offset = start % shape.block_size;
-      for (int64_t j = 0; j < end; ++j) {
-        const int64_t from = (segment.blocks[block] * shape.block_size + offset) * shape.kv_stride + kv_head * shape.head_dim;
-        widen_row(keys + from, shape.head_dim, dim, k + j * dim);
-        widen_row(values + from, shape.head_dim, dim, v + j * dim);
-        if (++offset == shape.block_size) {
-          offset = 0;
-          ++block;
-        }
+    const int64_t first = segment.start + item.first, last = first + item.count - 1;
+    for (int64_t start = shape.first_visible(first) / kKeyTile * kKeyTile; start <= last; start += kKeyTile)
+      for (int64_t head = 0; head < item.num_heads; ++head) {
+        widen_tile(segment, start, std::min<int64_t>(kKeyTile, last + 1 - start), last, item.kv_head + head, k, v);
+        for (int64_t i = 0; i < per_head; ++i) add_tile(queries[head * per_head + i], shape, start, k, v);
       }
-      for (int64_t i = 0; i < num_queries; ++i) add_tile(queries[i], shape, start, k, v);
-    }
-    for (int64_t i = 0; i < num_queries; ++i) {
-      const int64_t row = segment.row + first + i / group, head = kv_head * group + i % group;
-      T* to = out + (row * shape.heads + head) * shape.head_dim;
+    for (int64_t i = 0; i < item.num_heads * per_head; ++i) {
+      T* to = out + (row_of(item, i) * shape.heads + head_of(item, i)) * shape.head_dim;
       const Vec inverse = set1(1.0f / sum_lanes(load(queries[i].total)));
       for (int64_t d = 0; d < shape.head_dim; d += kLanes)
         store_first(to + d, load(queries[i].result + d) * inverse, int(std::min<int64_t>(kLanes, shape.head_dim - d)));
     }
   }
-};
 
-struct Item {
-  const Segment* segment;
-  int64_t first, count, kv_head, cost;
+  // Row of the pass and head of an item's query; queries are ordered by KV head, row, head.
+  int64_t row_of(const Item& item, int64_t query) const {
+    return item.segment->row + item.first + query % (item.count * shape.group()) / shape.group();
+  }
+  int64_t head_of(const Item& item, int64_t query) const {
+    const int64_t per_head = item.count * shape.group();
+    return (item.kv_head + query / per_head) * shape.group() + query % per_head % shape.group();
+  }
 };
 
 template <class T>
 void attention(const Attention<T>& work, const std::vector<Segment>& segments) {
   const Shape& shape = work.shape;
   std::vector<Item> items;
+  // Keys and values of all heads lie together in memory: read in one go, if that leaves enough items for the threads.
+  const bool may_merge = int64_t(segments.size()) >= 4 * omp_get_max_threads();
   for (const Segment& segment : segments)
     for (int64_t first = 0; first < segment.length; first += kRowTile) {
       const int64_t count = std::min<int64_t>(kRowTile, segment.length - first), end = segment.start + first + count;
       const int64_t cost = (end - shape.first_visible(end - count)) * (2 + count * shape.group());
-      for (int64_t head = 0; head < shape.kv_heads; ++head) items.push_back({&segment, first, count, head, cost});
+      const int64_t num_heads = may_merge && count * shape.heads <= kMergedQueries ? shape.kv_heads : 1;
+      for (int64_t head = 0; head < shape.kv_heads; head += num_heads)
+        items.push_back({&segment, first, count, head, num_heads, cost * num_heads});
     }
   // The longest first, so that the threads end together; which thread takes which item changes no result.
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
@@ -182,11 +211,9 @@ void attention(const Attention<T>& work, const std::vector<Segment>& segments) {
   float* memory = scratch(size * omp_get_max_threads());
 #pragma omp parallel
   {
-    std::vector<Query> queries(kRowTile * shape.group());
+    std::vector<Query> queries(work.max_queries());
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i)
-      work.run(*items[i].segment, items[i].first, items[i].count, items[i].kv_head, memory + size * thread_index(),
-               queries.data());
+    for (size_t i = 0; i < items.size(); ++i) work.run(items[i], memory + size * thread_index(), queries.data());
   }
 }
 

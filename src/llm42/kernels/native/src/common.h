@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 
 #include "api.h"
@@ -11,7 +12,7 @@
 
 namespace llm42 {
 
-// The numbers are those of `llm42.kernels.native.backend`.
+// The numbers are those of `llm42.kernels.native.linears`.
 template <class Function>
 auto dispatch(int dtype, Function function) {
   switch (dtype) {
@@ -43,6 +44,11 @@ float* scratch(int64_t count) {
     std::free(buffer.data);
     const int64_t bytes = (count * int64_t{sizeof(float)} + 4095) / 4096 * 4096;
     buffer.data = static_cast<float*>(std::aligned_alloc(64, bytes));
+    if (buffer.data == nullptr) {
+      // Nothing can be thrown through a C interface, and every caller writes to what it gets.
+      std::fprintf(stderr, "llm42: no memory for %lld bytes of intermediate results\n", static_cast<long long>(bytes));
+      std::abort();
+    }
     buffer.size = bytes / int64_t{sizeof(float)};
   }
   return buffer.data;
