@@ -9,7 +9,6 @@ from rich.console import Console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-if TYPE_CHECKING:
     from llm42.engine.frontend import Frontend
 
 Engine = TypeVar("Engine", bound="Frontend")
