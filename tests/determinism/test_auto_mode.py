@@ -91,10 +91,12 @@ def test_a_false_class_is_caught_by_the_spot_check_and_never_used_again(referenc
     monkeypatch.setattr("llm42.engine.calibration.self_test", lambda *_: None)
     ref = reference("llama", "jitter")
     engine = busy_engine(ref, mode="auto")
+    fingerprint = engine.system_fingerprint
     with caplog.at_level(logging.ERROR):
         ran = run(engine, ref.calls, Schedule(neighbours=8))
     assert engine.core.num_violations > 0
     assert not engine.core.scheduler.commits_directly
+    assert engine.system_fingerprint != fingerprint, "other bits from now on need another name"
     assert len(engine.core.scheduler.shapes.canonical.row_counts) == 1
     assert any("spot check failed" in record.message and "class" in record.message for record in caplog.records)
     assert ran.total("num_windows") > 0, "after the violation everything is verified"

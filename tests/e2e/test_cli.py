@@ -71,7 +71,10 @@ def test_run_prints_the_text_that_the_library_gives_and_one_summary_line(result_
     assert result.returncode == 0, result.stderr
     assert text
     assert result.stdout == text.removesuffix("\n") + "\n"
-    summary = SUMMARY.fullmatch(result.stderr)
+    start, end = result.stderr.splitlines(keepends=True)
+    assert "kernels · 1 threads · auto · canonical passes of" in start
+    assert start.endswith(f"{fingerprint}\n")
+    summary = SUMMARY.fullmatch(end)
     assert summary, result.stderr
     assert summary[1] == fingerprint
 
@@ -83,11 +86,12 @@ def test_run_prints_the_text_that_the_library_gives_and_one_summary_line(result_
         ("too long", "error: prompt (8 tokens) + max_tokens (3000) exceeds max_model_len 2048;"),
     ],
 )
-def test_run_with_a_bad_value_exits_with_2_and_one_line(result_of, job, line):
+def test_run_with_a_bad_value_exits_with_2_and_says_why_in_one_line(result_of, job, line):
     result = result_of(job)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(line)
-    assert result.stderr.count("\n") == 1
+    *before, last = result.stderr.splitlines()
+    assert last.startswith(line)
+    assert len(before) <= 1, "nothing but the line that the engine started"
 
 
 def test_demo_compares_alone_and_batch_and_finds_deterministic_requests_identical(result_of):
@@ -109,4 +113,5 @@ def test_an_interrupt_ends_a_run_with_130_and_keeps_what_was_printed(model):
     assert process.returncode == 130
     assert first
     assert stdout.endswith(b"\n")
-    assert stderr == b"cancelled\n"
+    assert stderr.endswith(b"\ncancelled\n")
+    assert stderr.count(b"\n") == 2

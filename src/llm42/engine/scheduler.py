@@ -98,7 +98,6 @@ class Scheduler:
         self.shapes = shapes
         self.costs = PassCosts() if costs is None else costs
         self.flips = FlipRate()
-        self.policy = self._choose_policy(1, 0)
         self.commits_directly = config.mode == "auto"
         """Whether decode rows of deterministic requests may be committed at once; ends with a failed spot check."""
         self.spot_check_interval = 128
@@ -109,6 +108,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """In order of arrival."""
+        self.policy = self._choose_policy()
 
     @property
     def has_work(self) -> bool:
@@ -142,16 +142,15 @@ class Scheduler:
         self.step += 1
         self._reserve()
         self._admit()
+        if self.step % _RETUNE_STEPS == 1:
+            self.policy = self._choose_policy()
         is_invariant = self._config.mode == "invariant"
         work = _Work.sort(self.running, self.policy, self.step, is_invariant=is_invariant)
-        if self.step % _RETUNE_STEPS == 1:
-            self.policy = self._choose_policy(len(work.decoding), len(work.ordinary))
         if self._is_canonical_due(work):
             segments = self._fill_canonical(work)
             planned = {id(segment.request) for segment in segments}
             self._left_out = any(id(request) not in planned for request in work.ordinary)
-            num_rows = self.shapes.canonical.pad(sum(len(segment.rows) for segment in segments) or 1)
-            result = Pass(tuple(segments), is_canonical=True, num_rows=num_rows)
+            result = Pass(tuple(segments), is_canonical=True, num_rows=self._pad(segments))
         else:
             rows = sorted(work.ordinary + work.drafting, key=lambda request: request.last_step)
             self._left_out = False
@@ -170,13 +169,16 @@ class Scheduler:
         request.drafting_since = request.ready_since = None
         self.waiting.appendleft(request)
 
-    def _choose_policy(self, num_deterministic: int, num_ordinary: int) -> GroupingPolicy:
+    def _choose_policy(self) -> GroupingPolicy:
+        decoding = [request.ledger for request in self.running if not request.ledger.is_prefilling]
+        num_deterministic = sum(ledger.deterministic for ledger in decoding)
         return choose_policy(
             self.costs,
             self.flips,
             num_deterministic=num_deterministic,
-            num_ordinary=num_ordinary,
+            num_ordinary=len(decoding) - num_deterministic,
             max_rows=self.shapes.canonical_budget,
+            canonical=self.shapes.canonical,
             window_size=self._config.window_size,
             group_size=self._config.verify_batch_size,
         )
@@ -186,6 +188,7 @@ class Scheduler:
         self.commits_directly = False
         rows = self.shapes.canonical.pad(min(_VERIFICATION_ROWS, self.shapes.canonical.largest))
         self.shapes = PassShapes(ShapeClass([rows]), self.shapes.pass_rows)
+        self.policy = self._choose_policy()
 
     def _reserve(self) -> None:
         """Slots for the next row of everyone who decodes, and for the row that verifies its token."""
@@ -277,14 +280,25 @@ class Scheduler:
             self._add_spot_check(fill)
         return fill.segments
 
+    def _pad(self, segments: list[Segment]) -> int:
+        """Rows of a canonical pass; with a spot check it has another count than it would have without, if it can."""
+        canonical = self.shapes.canonical
+        rows = sum(len(segment.rows) for segment in segments)
+        num_checked = sum(segment.num_checked for segment in segments)
+        num_rows = canonical.pad(rows or 1)
+        if num_checked and num_rows == canonical.pad(rows - num_checked) and num_rows < canonical.largest:
+            return canonical.pad(num_rows + 1)
+        return num_rows
+
     def _add_spot_check(self, fill: _Fill) -> None:
         """Run directly committed rows of a request again, when enough tokens were committed since the last time."""
         direct = [segment for segment in fill.segments if is_direct(segment)]
         self._check_debt += len(direct)
         if not fill.free or self._check_debt < self.spot_check_interval:
             return
-        # Published blocks stay as they are: others read them.
-        for segment in direct:
+        # Everybody has a turn. Published blocks stay as they are: others read them.
+        turn = self.step % len(direct) if direct else 0
+        for segment in direct[turn:] + direct[:turn]:
             request = segment.request
             first = max(request.pages.num_published * self._pool.block_size, request.ledger.prompt_len)
             count = min(request.ledger.watermark - first, fill.free, self._check_debt // self.spot_check_interval)

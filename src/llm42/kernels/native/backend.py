@@ -105,6 +105,7 @@ class NativeKernels(Kernels):
             "sources": build.sources_digest(),
             "compiler": build.compiler_version(),
             "flags": " ".join(self._flags),
+            "target": build.target_digest(self._flags),
             "torch": torch.__version__,
             "isa": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),

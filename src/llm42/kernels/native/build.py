@@ -96,14 +96,19 @@ def _find_compiler() -> str:
     raise NativeBuildError(f"no C++ compiler found ({', '.join(candidates)}); install g++")
 
 
+def target_digest(flags: tuple[str, ...]) -> str:
+    """A short hash of all that the compiler predefines: what ``-march=native`` stands for on this machine."""
+    macros = _output([_find_compiler(), *flags, "-E", "-dM", "-x", "c++", os.devnull])
+    return hashlib.sha256(macros.encode()).hexdigest()[:16]
+
+
 def _build_key(compiler: str, flags: tuple[str, ...]) -> str:
-    # What -march=native stands for differs by machine, and a home directory may be shared between machines.
-    target = _output([compiler, *flags, "-E", "-dM", "-x", "c++", os.devnull])
     parts = [
         sources_digest(),
         _output([compiler, "--version"]),
         repr(FLAGS + flags),
-        target,
+        # A home directory may be shared between machines.
+        target_digest(flags),
         torch.__version__,
         _torch_lib(),
     ]
