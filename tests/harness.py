@@ -72,9 +72,10 @@ def _exact(entries: Sequence[LogprobDict | None] | None) -> tuple:
     )
 
 
-def make_engine(model: Path, **fields) -> Engine:
+def make_engine(model: Path, *, prefers_throughput: bool = True, **fields) -> Engine:
     defaults = {**CANONICAL, "mode": "verify", "kv_cache_bytes": 8 << 20, "num_threads": 1}
-    return Engine(EngineConfig(model=str(model), **{**defaults, **fields}))
+    config = EngineConfig(model=str(model), **{**defaults, **fields})
+    return Engine(config, prefers_throughput=prefers_throughput)
 
 
 class Oracle:

@@ -39,7 +39,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     """The most requests that run together."""
     max_num_batched_tokens: int | None = None
-    """The most rows that one pass carries. Default: as many as run in about a fifth of a second."""
+    """The most rows that one pass carries. Default: offline as many as the class has; for streams as many as run in
+    about a fifth of a second, so that neighbours do not wait long."""
     max_model_len: int | None = None
     """The most positions of one request. Default: what the model was trained for, or fewer if KV memory is short."""
     kv_cache_bytes: int | None = None

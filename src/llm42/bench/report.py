@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 Cells = Callable[[Mapping[str, Any]], str]
 _NONE = "-"
+_BAR = 40
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
@@ -33,6 +35,26 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
             report,
         ),
     ]
+
+
+def steps_table(report: Mapping[str, Any]) -> Table:
+    """Milliseconds of decode steps with a bar each, and their ratio to the time of reading the weights."""
+    stream = statistics.median(report["stream_ms"])
+    table = Table(
+        title=f"Decode step; reading {report['weight_bytes'] / 1e6:.0f} MB of weights once takes {stream:.1f} ms",
+        caption="Median (min-max) of the rounds.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for name in ("rows", "context", "ms", "of reading weights", ""):
+        table.add_column(name, justify="left" if name == "" else "right")
+    medians = [statistics.median(step["ms"]) for step in report["steps"]]
+    for step, median in zip(report["steps"], medians, strict=True):
+        times = {"median": median, "min": min(step["ms"]), "max": max(step["ms"])}
+        bar = "█" * max(1, round(_BAR * median / max(medians)))
+        table.add_row(str(step["rows"]), str(step["context"]), spread_text(times, 1), f"{median / stream:.2f}", bar)
+    return table
 
 
 def spread_text(summary: Mapping[str, float] | None, digits: int | None = None) -> str:

@@ -43,11 +43,6 @@ app = typer.Typer(
 Value = TypeVar("Value")
 
 
-@app.callback()
-def _group() -> None:
-    """Keep `throughput` a command of its own name, though it is the only one yet."""
-
-
 @app.command(epilog=_EPILOG)
 def throughput(
     model: options.Model,
@@ -161,6 +156,55 @@ def throughput(
             raise LLM42Error(
                 f"DETERMINISM BROKEN: {broken} deterministic outputs are not those of the first run; please report this"
             )
+
+
+@app.command()
+def steps(
+    model: options.Model,
+    *,
+    rows: Annotated[
+        str, typer.Option(help="Rows of a step, separated by commas.", metavar="N,...", rich_help_panel=_MEASURED)
+    ] = "1,2,4,8,16,32,64,128",
+    context: Annotated[
+        str,
+        typer.Option(
+            help="Contexts of a step of one row, in tokens, separated by commas.",
+            metavar="N,...",
+            rich_help_panel=_MEASURED,
+        ),
+    ] = "128,512,1000,2000,4000,8000",
+    repeats: Annotated[int, typer.Option(help="Rounds; each times every step.", rich_help_panel=_MEASURED)] = 5,
+    kernels: options.Kernels = None,
+    dtype: options.DType = None,
+    num_threads: options.NumThreads = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write every time here.", dir_okay=False)
+    ] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Time of a decode step by rows and by context, beside the time to read all weights once.
+
+    The steps by rows have 256 tokens of context each. Only kernels run: layers, logits and the greedy choice.
+    """
+    with reported(debug=debug):
+        pairs = [(count, 256) for count in _list_of(int, "rows", rows)]
+        pairs += [(1, length) for length in _list_of(int, "context", context)]
+        if repeats < 1 or min(min(pair) for pair in pairs) < 1:
+            raise ValueError("rows, context and repeats must be at least 1")
+        from llm42.bench.report import steps_table
+        from llm42.bench.steps import measure_steps
+        from llm42.config import EngineConfig
+        from llm42.engine.engine import Engine
+        from llm42.model.hub import resolve_model
+
+        progress = Console(stderr=True, soft_wrap=True, highlight=False)
+        path = resolve_model(model, progress=True)
+        fields = options.given(kernels=kernels, dtype=dtype, num_threads=num_threads)
+        engine = Engine(EngineConfig(model=str(path), **fields))
+        report = measure_steps(engine, pairs, repeats, lambda line: progress.print(line, style="dim"))
+        if json_path is not None:
+            json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(steps_table(report))
 
 
 def _measure(plan: Any, spec: Any, json_path: Path | None) -> dict[str, Any]:

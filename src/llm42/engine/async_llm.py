@@ -69,7 +69,7 @@ class AsyncLLM(Frontend):
     """
 
     def __init__(self, model: str, **fields: Any) -> None:
-        self._loaded = Engine(EngineConfig(model=str(model), **fields))
+        self._loaded = Engine(EngineConfig(model=str(model), **fields), prefers_throughput=False)
         self._commands: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
         self._streams: dict[Request, _Stream] = {}
         self._lock = threading.Lock()

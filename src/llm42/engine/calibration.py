@@ -42,13 +42,16 @@ class Calibration:
     """Why deterministic requests are refused, or None."""
 
 
-def calibrate(config: EngineConfig, decoder: Decoder, contract: dict[str, Any]) -> Calibration:
+def calibrate(
+    config: EngineConfig, decoder: Decoder, contract: dict[str, Any], *, prefers_throughput: bool
+) -> Calibration:
     """Find the canonical classes and check that they hold.
 
     Args:
         config: The configuration.
         decoder: The loaded model.
         contract: The contract without the classes.
+        prefers_throughput: Whether passes may be as large as the class allows, though neighbours wait for their end.
     """
     refusal = None
     try:
@@ -67,9 +70,13 @@ def calibrate(config: EngineConfig, decoder: Decoder, contract: dict[str, Any]) 
     canonical = atlas.rows
     if config.mode == "invariant":
         canonical = ShapeClass([canonical.pad(min(_FIXED_ROWS, canonical.largest))])
-    affordable = [rows for rows in canonical.row_counts if seconds.get(rows, 0.0) <= _AFFORDABLE_SECONDS]
-    least = canonical.pad(min(_FIXED_ROWS, canonical.largest))
-    shapes = PassShapes.choose(config, canonical, max([least, *affordable]))
+    affordable = None
+    if not prefers_throughput:
+        least = canonical.pad(min(_FIXED_ROWS, canonical.largest))
+        affordable = max(
+            [least, *(rows for rows in canonical.row_counts if seconds.get(rows, 0.0) <= _AFFORDABLE_SECONDS)]
+        )
+    shapes = PassShapes.choose(config, canonical, affordable)
     return Calibration(atlas, with_classes(contract, atlas), shapes, PassCosts(seconds or None), refusal)
 
 

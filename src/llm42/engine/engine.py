@@ -56,13 +56,14 @@ class Engine:
 
     Args:
         config: The configuration.
+        prefers_throughput: Whether passes may be large though neighbours wait for their end: nobody watches a stream.
 
     Raises:
         ModelError: The model cannot be loaded.
         ValueError: The configuration does not fit the model.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, prefers_throughput: bool = True) -> None:
         self.config = config
         self.model_path = resolve_model(config.model, progress=True)
         model_config = ModelConfig.from_directory(self.model_path)
@@ -77,7 +78,8 @@ class Engine:
         # The self-test probes positions around a border of key tiles, however short requests may be.
         num_positions = max(self.max_model_len, KEY_TILE + PROBE_LENGTH)
         self.decoder = Decoder(model_config, weights, kernels, num_positions)
-        start = calibrate(config, self.decoder, contract(config, self.decoder, self.model_path))
+        without_classes = contract(config, self.decoder, self.model_path)
+        start = calibrate(config, self.decoder, without_classes, prefers_throughput=prefers_throughput)
         self.atlas = start.atlas
         self._contract = start.contract
         self.refusal = start.refusal

@@ -63,6 +63,12 @@ class Decoder:
         }
 
     @property
+    def all_linears(self) -> list[PreparedLinear]:
+        """Every linear layer of the model, the lm_head included: what a decode step reads once."""
+        layers = [linear for layer in self._stack.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [*layers, self._lm_head]
+
+    @property
     def lm_head(self) -> PreparedLinear:
         """The output projection, ``[vocab, hidden]``."""
         return self._lm_head

@@ -170,7 +170,7 @@ def test_sound_kernels_serve_deterministic_requests(start):
 @pytest.mark.parametrize(
     ("seconds_per_row", "fields", "pass_rows"),
     [
-        (1e-6, {}, 256),
+        (1e-6, {}, 512),
         (0.2 / 3 / 130, {}, 128),
         (1.0, {}, 65),
         (1.0, {"max_num_seqs": 40}, 104),
@@ -183,10 +183,16 @@ def test_a_pass_carries_what_takes_a_fifth_of_a_second_but_a_prompt_beside_every
     start, monkeypatch, seconds_per_row, fields, pass_rows
 ):
     use_atlas(monkeypatch, atlases.BUCKETS, {rows: rows * seconds_per_row for rows in atlases.BUCKETS})
-    shapes = shapes_of(start(**{"max_num_seqs": 1, **fields}))
+    shapes = shapes_of(start(**{"max_num_seqs": 1, "prefers_throughput": False, **fields}))
     assert shapes.pass_rows == pass_rows
     assert shapes.canonical == ShapeClass(atlases.BUCKETS), "times decide nothing about bits"
-    assert shapes.canonical_budget == min(256, pass_rows)
+    assert shapes.canonical_budget == min(512, pass_rows)
+
+
+@pytest.mark.parametrize(("fields", "pass_rows"), [({}, 512), ({"max_num_batched_tokens": 7}, 7)])
+def test_offline_a_pass_carries_what_the_class_has_however_long_it_takes(start, monkeypatch, fields, pass_rows):
+    use_atlas(monkeypatch, atlases.BUCKETS, dict.fromkeys(atlases.BUCKETS, 1.0))
+    assert shapes_of(start(**fields)).pass_rows == pass_rows
 
 
 def test_measured_times_are_the_first_estimate_of_costs(start, monkeypatch):

@@ -57,20 +57,20 @@ INLINE int64_t place(int64_t k, int64_t lane) {
   return (k / step * kLanes + lane) * step + k % step;
 }
 
-// acc += x[kRows][depth] * panels; x has row stride ldx.
+// acc += x * panels, for x [depth][kRows].
 template <class T, int kRows, int kPanels>
-INLINE void multiply(const float* x, int64_t ldx, const T* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
+INLINE void multiply(const float* x, const T* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
   for (int64_t k = 0; k < depth; ++k) {
     Vec b[kPanels];
     for (int p = 0; p < kPanels; ++p) b[p] = load(w + p * stride + k * kLanes);
     for (int r = 0; r < kRows; ++r) {
-      const Vec a = set1(x[r * ldx + k]);
+      const Vec a = set1(x[k * kRows + r]);
       for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
     }
   }
 }
 template <int kRows, int kPanels>
-INLINE void multiply_pairs(const float* x, int64_t ldx, const BFloat16* w, int64_t stride, int64_t depth,
+INLINE void multiply_pairs(const float* x, const BFloat16* w, int64_t stride, int64_t depth,
                            Vec (&acc)[kRows][kPanels]) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
   for (int64_t k = 0; k < depth; k += 2) {
@@ -79,20 +79,19 @@ INLINE void multiply_pairs(const float* x, int64_t ldx, const BFloat16* w, int64
     Vec b[kPanels];
     for (int p = 0; p < kPanels; ++p) b[p] = low_half(pair[p]);
     for (int r = 0; r < kRows; ++r) {
-      const Vec a = set1(x[r * ldx + k]);
+      const Vec a = set1(x[k * kRows + r]);
       for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
     }
     for (int p = 0; p < kPanels; ++p) b[p] = high_half(pair[p]);
     for (int r = 0; r < kRows; ++r) {
-      const Vec a = set1(x[r * ldx + k + 1]);
+      const Vec a = set1(x[(k + 1) * kRows + r]);
       for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
     }
   }
 }
 
 struct Tile {
-  const float* x;
-  int64_t ldx;
+  const float* x;  // [depth][rows]
   int64_t stride;  // of a panel
   int64_t depth;
   float* acc;  // [rows][panels][kLanes]
@@ -106,9 +105,9 @@ void run_tile(const Tile& tile, const T* w) {
     for (int p = 0; p < kPanels; ++p)
       acc[r][p] = tile.is_first ? zero() : load(tile.acc + (r * kPanels + p) * kLanes);
   if constexpr (Panel<T>::kStep == 2)
-    multiply_pairs<kRows, kPanels>(tile.x, tile.ldx, w, tile.stride, tile.depth, acc);
+    multiply_pairs<kRows, kPanels>(tile.x, w, tile.stride, tile.depth, acc);
   else
-    multiply<T, kRows, kPanels>(tile.x, tile.ldx, w, tile.stride, tile.depth, acc);
+    multiply<T, kRows, kPanels>(tile.x, w, tile.stride, tile.depth, acc);
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kPanels; ++p) store(tile.acc + (r * kPanels + p) * kLanes, acc[r][p]);
 }
@@ -121,9 +120,24 @@ INLINE void run_rows(int rows, const Tile& tile, const T* w) {
   }
 }
 
+// `count` things in `pieces` parts as even as can be.
+struct Split {
+  int64_t count, pieces;
+  int64_t begin(int64_t piece) const { return count * piece / pieces; }
+  int64_t size(int64_t piece) const { return begin(piece + 1) - begin(piece); }
+  int64_t piece_of(int64_t index) const { return ((index + 1) * pieces - 1) / count; }
+};
+
+// Rows in blocks, and a block's rows in tiles: even ones, since small tiles do not fill the pipelines.
+inline Split blocks_of(int64_t rows) { return {rows, (rows + kRowBlock - 1) / kRowBlock}; }
+inline Split tiles_of(int64_t rows) {
+  const int64_t most = rows <= 3 ? 3 : kMaxTile;
+  return {rows, (rows + most - 1) / most};
+}
+
 template <class T>
 struct Linear {
-  const float* x;  // [rows][padded k]
+  const float* x;  // the tiles one after another, each [padded k][rows of the tile]
   int64_t rows, k, padded_k, n;
   const T* packed;
   const float* bias;
@@ -133,29 +147,27 @@ struct Linear {
   template <int kPanels>
   void group(int64_t panel, int64_t first_row, int64_t num_rows, float* acc, float* wide) const {
     const int64_t stride = Panel<T>::size(k);
-    const int64_t max_tile = std::min<int64_t>(kMaxTile, 2 * kMaxTile / kPanels);
-    const int64_t num_tiles = (num_rows + max_tile - 1) / max_tile;
+    const Split tiles = tiles_of(num_rows);
     const int64_t num_blocks = (padded_k + kDepth - 1) / kDepth;
     const int64_t depth = ((padded_k + num_blocks - 1) / num_blocks + 1) / 2 * 2;
     for (int64_t start = 0; start < padded_k; start += depth) {
       const T* w = packed + panel * stride + start * kLanes;
       const int64_t block = std::min(depth, padded_k - start);
-      const bool is_widened = sizeof(T) < sizeof(float) && kPanels == 2 && num_tiles >= kWidenTiles;
+      const bool is_widened = sizeof(T) < sizeof(float) && kPanels <= 2 && tiles.pieces >= kWidenTiles;
       if (is_widened)
         for (int p = 0; p < kPanels; ++p) widen_panel(w + p * stride, block, wide + p * block * kLanes);
-      const int64_t next_bytes = is_widened ? kPanels * block * kLanes * int64_t{sizeof(T)} : 0;
-      for (int64_t t = 0; t < num_tiles; ++t) {
+      const Split next{is_widened ? kPanels * block * kLanes * int64_t{sizeof(T)} : 0, tiles.pieces};  // bytes
+      for (int64_t t = 0; t < tiles.pieces; ++t) {
         // The next panels come from memory while these are worked on.
-        for (int64_t byte = next_bytes * t / num_tiles / 64 * 64; byte < next_bytes * (t + 1) / num_tiles; byte += 64)
+        for (int64_t byte = next.begin(t) / 64 * 64; byte < next.begin(t + 1); byte += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(w + kPanels * stride) + byte, 0, 2);
-        // Tiles as even as can be: small ones do not fill the pipelines.
-        const int64_t first = num_rows * t / num_tiles, stop = num_rows * (t + 1) / num_tiles;
-        const Tile tile{x + (first_row + first) * padded_k + start, padded_k, is_widened ? block * kLanes : stride,
-                        block, acc + first * kPanels * kLanes, start == 0};
+        const int64_t first = tiles.begin(t), height = tiles.size(t);
+        const Tile tile{x + (first_row + first) * padded_k + start * height, is_widened ? block * kLanes : stride, block,
+                        acc + first * kPanels * kLanes, start == 0};
         if (is_widened)
-          run_rows<float, kPanels>(int(stop - first), tile, wide);
+          run_rows<float, kPanels>(int(height), tile, wide);
         else
-          run_rows<T, kPanels>(int(stop - first), tile, w);
+          run_rows<T, kPanels>(int(height), tile, w);
       }
     }
     for (int64_t r = 0; r < num_rows; ++r)
@@ -183,29 +195,41 @@ struct Linear {
   }
 };
 
+// One row, widened, into its column of a tile.
+template <class T>
+void place_row(const T* x, int64_t k, int64_t padded_k, int64_t height, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= k; i += kLanes) {
+    float lanes[kLanes];
+    store(lanes, load(x + i));
+    for (int lane = 0; lane < kLanes; ++lane) to[(i + lane) * height] = lanes[lane];
+  }
+  for (; i < padded_k; ++i) to[i * height] = i < k ? widen(x[i]) : 0.0f;
+}
+
 template <class T>
 void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, int64_t k, const float* bias, T* out) {
   const int64_t padded_k = (k + Panel<T>::kStep - 1) / Panel<T>::kStep * Panel<T>::kStep;
   float* wide = scratch(rows * padded_k);
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
   const Linear<T> work{wide, rows, k, padded_k, n, packed, bias, out};
-  const int64_t num_blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const Split blocks = blocks_of(rows);
   const int64_t chunk = std::max<int64_t>(rows == 1 ? 8 : 4, num_panels / 256 / 8 * 8);
   const int64_t num_chunks = (num_panels + chunk - 1) / chunk;
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-      int64_t i = 0;
-      for (; i + kLanes <= k; i += kLanes) store(wide + row * padded_k + i, load(x + row * ldx + i));
-      for (; i < padded_k; ++i) wide[row * padded_k + i] = i < k ? widen(x[row * ldx + i]) : 0.0f;
+      const int64_t block = blocks.begin(blocks.piece_of(row));
+      const Split tiles = tiles_of(blocks.size(blocks.piece_of(row)));
+      const int64_t tile = tiles.piece_of(row - block), first = block + tiles.begin(tile);
+      place_row(x + row * ldx, k, padded_k, tiles.size(tile), wide + first * padded_k + (row - first));
     }
     // Small pieces, taken as they come: a thread that the system holds up does not hold up the others.
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t piece = 0; piece < num_blocks * num_chunks; ++piece) {
+    for (int64_t piece = 0; piece < blocks.pieces * num_chunks; ++piece) {
       const int64_t block = piece / num_chunks, begin = piece % num_chunks * chunk;
-      const int64_t row = rows * block / num_blocks;
-      work.panels(begin, std::min(begin + chunk, num_panels), row, rows * (block + 1) / num_blocks - row);
+      work.panels(begin, std::min(begin + chunk, num_panels), blocks.begin(block), blocks.size(block));
     }
   }
 }
