@@ -130,22 +130,26 @@ struct Attention {
     return (block * shape.block_size + position % shape.block_size) * shape.kv_stride + kv_head * shape.head_dim;
   }
 
-  // Widens a tile of keys and values, page by page, while those of the next tile are fetched from memory.
-  void widen_tile(const Segment& segment, int64_t start, int64_t count, int64_t last, int64_t kv_head, float* k,
-                  float* v) const {
-    const int64_t dim = shape.padded_dim(), bytes = shape.head_dim * int64_t{sizeof(T)};
+  void widen_tile(const Segment& segment, int64_t start, int64_t count, int64_t kv_head, float* k, float* v) const {
+    const int64_t dim = shape.padded_dim();
     for (int64_t j = 0; j < count;) {
-      const int64_t position = start + j;
-      const int64_t page = std::min(count - j, shape.block_size - position % shape.block_size);
-      const int64_t from = place(segment, position, kv_head), ahead = position + kKeyTile;
-      const int64_t next = ahead <= last ? place(segment, ahead, kv_head) : from;
-      for (int64_t i = 0; i < page; ++i, ++j) {
-        for (int64_t byte = 0; byte < bytes; byte += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(keys + next + i * shape.kv_stride) + byte);
-          __builtin_prefetch(reinterpret_cast<const char*>(values + next + i * shape.kv_stride) + byte);
-        }
-        widen_row(keys + from + i * shape.kv_stride, shape.head_dim, dim, k + j * dim);
-        widen_row(values + from + i * shape.kv_stride, shape.head_dim, dim, v + j * dim);
+      const int64_t page = std::min(count - j, shape.block_size - (start + j) % shape.block_size);
+      int64_t from = place(segment, start + j, kv_head);
+      for (int64_t i = 0; i < page; ++i, ++j, from += shape.kv_stride) {
+        widen_row(keys + from, shape.head_dim, dim, k + j * dim);
+        widen_row(values + from, shape.head_dim, dim, v + j * dim);
+      }
+    }
+  }
+
+  // Asks for the keys and values of the positions begin..end: a few at a time, since memory takes only so many requests.
+  void prefetch(const Segment& segment, int64_t begin, int64_t end, int64_t kv_head) const {
+    const int64_t bytes = shape.head_dim * int64_t{sizeof(T)};
+    for (int64_t position = begin; position < end; ++position) {
+      const int64_t from = place(segment, position, kv_head);
+      for (int64_t byte = 0; byte < bytes; byte += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(keys + from) + byte);
+        __builtin_prefetch(reinterpret_cast<const char*>(values + from) + byte);
       }
     }
   }
@@ -170,8 +174,13 @@ struct Attention {
     const int64_t first = segment.start + item.first, last = first + item.count - 1;
     for (int64_t start = shape.first_visible(first) / kKeyTile * kKeyTile; start <= last; start += kKeyTile)
       for (int64_t head = 0; head < item.num_heads; ++head) {
-        widen_tile(segment, start, std::min<int64_t>(kKeyTile, last + 1 - start), last, item.kv_head + head, k, v);
-        for (int64_t i = 0; i < per_head; ++i) add_tile(queries[head * per_head + i], shape, start, k, v);
+        widen_tile(segment, start, std::min<int64_t>(kKeyTile, last + 1 - start), item.kv_head + head, k, v);
+        const int64_t next = start + kKeyTile;
+        for (int64_t i = 0; i < per_head; ++i) {
+          prefetch(segment, next + kKeyTile * i / per_head, std::min(next + kKeyTile * (i + 1) / per_head, last + 1),
+                   item.kv_head + head);
+          add_tile(queries[head * per_head + i], shape, start, k, v);
+        }
       }
     for (int64_t i = 0; i < item.num_heads * per_head; ++i) {
       T* to = out + (row_of(item, i) * shape.heads + head_of(item, i)) * shape.head_dim;
