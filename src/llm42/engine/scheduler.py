@@ -21,6 +21,7 @@ from llm42.protocol import GroupingPolicy, ShapeClass
 _RETUNE_STEPS = 32
 _VERIFICATION_ROWS = 64
 _PROMPT_ROWS = 64
+_DIRECT_ROWS_PER_CHECKED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,9 @@ class Scheduler:
         """Run directly committed rows of a request again, when enough tokens were committed since the last time."""
         direct = [segment for segment in fill.segments if is_direct(segment)]
         self._check_debt += len(direct)
-        if not fill.free or self._check_debt < self.spot_check_interval:
+        # A large pass waits until several tokens are due: a pass of another size now and then costs less than many.
+        due = max(1, len(direct) // _DIRECT_ROWS_PER_CHECKED)
+        if not fill.free or self._check_debt < due * self.spot_check_interval:
             return
         # Everybody has a turn. Published blocks stay as they are: others read them.
         turn = self.step % len(direct) if direct else 0
