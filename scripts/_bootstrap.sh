@@ -1,4 +1,4 @@
-# Sourced by scripts/demo, scripts/test and scripts/check: sets up .venv (see _bootstrap.py) and leaves
+# Sourced by scripts/demo, scripts/test, scripts/check and scripts/bench: sets up .venv (see _bootstrap.py) and leaves
 #   root         the repository
 #   venv_python  the Python of its virtual environment
 # Set PYTHON to choose the interpreter that .venv is made from.

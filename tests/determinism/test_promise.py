@@ -86,8 +86,8 @@ def test_preemption_in_mid_window_changes_nothing(reference, kernels):
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_preemption_for_want_of_memory_changes_nothing(reference, kernels):
     ref = reference("llama", kernels)
-    engine = ref.engine(kv_cache_bytes=436_000, max_model_len=1100, window_size=32, verify_batch_size=8)
-    ran = run(engine, ref.calls, Schedule(neighbours=12))
+    engine = ref.engine(kv_cache_bytes=431_000, max_model_len=1100, block_size=2)
+    ran = run(engine, ref.calls, Schedule(neighbours=30, order="shuffled", seed=3))
     assert_equals_oracle(ref, ran)
     assert ran.total("num_preemptions") > 0
 

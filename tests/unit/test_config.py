@@ -89,8 +89,8 @@ def test_a_window_larger_than_the_pass_that_is_set_beside_it_is_refused():
 @pytest.mark.parametrize(
     ("fields", "pass_rows", "canonical_budget"),
     [
-        ({}, 64, 64),
-        ({"max_num_seqs": 100}, 100, 64),
+        ({}, 128, 64),
+        ({"max_num_seqs": 100}, 164, 64),
         ({"max_num_batched_tokens": 16, "max_num_seqs": 100}, 16, 16),
         ({"max_num_batched_tokens": 1000}, 1000, 64),
     ],
@@ -102,7 +102,7 @@ def test_a_token_budget_limits_what_a_pass_carries_and_not_the_shape_of_a_canoni
     assert (shapes.pass_rows, shapes.canonical_budget, shapes.canonical.pad(1)) == (pass_rows, canonical_budget, 64)
 
 
-@pytest.mark.parametrize(("affordable", "pass_rows"), [(None, 256), (256, 256), (80, 80), (8, 64)])
+@pytest.mark.parametrize(("affordable", "pass_rows"), [(None, 256), (256, 256), (140, 140), (8, 128)])
 def test_without_a_token_budget_a_pass_has_what_is_affordable_and_room_for_every_sequence(affordable, pass_rows):
     shapes = PassShapes.choose(config(max_num_seqs=64), ShapeClass([8, 80, 256]), affordable)
     assert shapes.pass_rows == pass_rows
