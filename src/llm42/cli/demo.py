@@ -37,8 +37,8 @@ _NUM_LOGPROBS = 5
 _BUDGET_S = (90.0, 90.0, 60.0)  # for the first comparison, and for those under PyTorch's and the jittering kernels
 _WHY_NEXT = {
     "portable": "Ordinary requests gave the same text alone and in the batch: here the native kernels treat a "
-    "row alike\nat every row count (`llm42 doctor` shows it). The same again with PyTorch's own kernels, which do not:",
-    "jitter": "Ordinary requests happened to give the same text again: luck, not a promise.\nOnce more under kernels "
+    "row alike at every row count (`llm42 doctor` shows it). The same again with PyTorch's own kernels, which do not:",
+    "jitter": "Ordinary requests happened to give the same text again: luck, not a promise. Once more under kernels "
     "that perturb results by batch shape:",
 }
 _MIN_TOKENS, _MAX_TOKENS, _STEP = 24, 64, 8
