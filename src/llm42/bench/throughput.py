@@ -244,14 +244,15 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 def _machine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What the system calls its processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -49,13 +49,14 @@ def examine(llm: LLM) -> dict[str, Any]:
     """Everything that a loaded engine knows about its promise, as plain data."""
     import torch
 
+    from llm42.bench.throughput import processor_name
     from llm42.protocol.shape_class import describe_counts
 
-    engine = llm._engine  # noqa: SLF001
+    engine = llm._engine  # noqa: SLF001  the report is about what users of an LLM need not see
     shapes = engine.core.scheduler.shapes
     return {
         "machine": {
-            "processor": _processor(),
+            "processor": processor_name(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": engine.num_threads,
             "torch": torch.__version__,
@@ -74,18 +75,6 @@ def examine(llm: LLM) -> dict[str, Any]:
         "fingerprint": llm.system_fingerprint,
         "refusal": engine.refusal,
     }
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    import platform
-
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -21,11 +21,10 @@ from llm42.kernels.atlas import Atlas
 from llm42.model.decoder import Decoder
 from llm42.paths import cache_dir
 from llm42.protocol import ShapeClass
-from llm42.protocol.shape_class import describe_counts
+from llm42.protocol.shape_class import VERIFICATION_ROWS, describe_counts
 
 logger = logging.getLogger(__name__)
 
-_FIXED_ROWS = 64
 # A pass longer than this keeps neighbours waiting for their next token.
 _AFFORDABLE_SECONDS = 0.2
 
@@ -58,7 +57,7 @@ def calibrate(
         atlas = _atlas(config, decoder, contract)
     except atlases.NoClassError as error:
         refusal = f"the start-up self-test failed: {error}"
-        rows = config.canonical_rows or _FIXED_ROWS
+        rows = config.canonical_rows or VERIFICATION_ROWS
         atlas = Atlas({}, (rows,), (config.canonical_logit_rows or rows,), {})
     if refusal is None and (reason := self_test(decoder, atlas.rows)) is not None:
         refusal = f"the start-up self-test failed: {reason}"
@@ -69,13 +68,11 @@ def calibrate(
     seconds = {rows: decoder.config.num_hidden_layers * time for rows, time in atlas.layer_seconds.items()}
     canonical = atlas.rows
     if config.mode == "invariant":
-        canonical = ShapeClass([canonical.pad(min(_FIXED_ROWS, canonical.largest))])
+        canonical = ShapeClass([canonical.usual])
     affordable = None
     if not prefers_throughput:
-        least = canonical.pad(min(_FIXED_ROWS, canonical.largest))
-        affordable = max(
-            [least, *(rows for rows in canonical.row_counts if seconds.get(rows, 0.0) <= _AFFORDABLE_SECONDS)]
-        )
+        quick = [rows for rows in canonical.row_counts if seconds.get(rows, 0.0) <= _AFFORDABLE_SECONDS]
+        affordable = max([canonical.usual, *quick])
     shapes = PassShapes.choose(config, canonical, affordable)
     return Calibration(atlas, with_classes(contract, atlas), shapes, PassCosts(seconds or None), refusal)
 

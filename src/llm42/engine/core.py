@@ -17,12 +17,9 @@ from llm42.engine.request import FinishReason, Request
 from llm42.engine.runner import Runner, SegmentResult
 from llm42.engine.scheduler import Pass, PassShapes, Scheduler, Segment, is_direct
 from llm42.engine.tuning import PassCosts
-from llm42.protocol import ShapeClass
 from llm42.sampling.sampler import UNUSABLE
 
 logger = logging.getLogger(__name__)
-
-_DEFAULT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class EngineCore:
         config: The engine's configuration.
         pool: The block pool that the runner's KV memory belongs to.
         runner: What executes passes.
-        shapes: The row counts of passes; by default canonical ones have ``config.canonical_rows``.
+        shapes: The row counts of passes.
         costs: What passes cost.
     """
 
@@ -59,13 +56,11 @@ class EngineCore:
         config: EngineConfig,
         pool: BlockPool,
         runner: Runner,
-        shapes: PassShapes | None = None,
+        shapes: PassShapes,
         costs: PassCosts | None = None,
     ) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool) if config.enable_prefix_caching else None
-        if shapes is None:
-            shapes = PassShapes.choose(config, ShapeClass([config.canonical_rows or _DEFAULT_ROWS]))
         self.scheduler = Scheduler(config, pool, self.cache, shapes, costs)
         self.num_spot_checked = 0
         """Directly committed tokens that were verified afterwards."""
@@ -99,7 +94,8 @@ class EngineCore:
         work = self.scheduler.plan()
         if work is None:
             return []
-        rows = _count_rows(work)
+        # Before the ledgers move on, and only if somebody asks.
+        rows = None if self.observer is None else _count_rows(work)
         now = time.monotonic()
         for segment in work.segments:
             if segment.request.stats.scheduled is None:
@@ -119,7 +115,7 @@ class EngineCore:
         if self.num_violations > num_violations:
             self._rebuild()
         self.scheduler.costs.observe(work.num_rows, executed - now)
-        if self.observer is not None:
+        if self.observer is not None and rows is not None:
             times = (now - started, executed - now, time.monotonic() - executed)
             self.observer(PassRecord(work.is_canonical, *rows, *times))
         return changed

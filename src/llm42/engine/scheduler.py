@@ -19,7 +19,6 @@ from llm42.errors import QueueFullError
 from llm42.protocol import GroupingPolicy, ShapeClass
 
 _RETUNE_STEPS = 32
-_VERIFICATION_ROWS = 64
 _PROMPT_ROWS = 64
 _DIRECT_ROWS_PER_CHECKED = 8
 
@@ -187,8 +186,7 @@ class Scheduler:
     def stop_direct_commits(self) -> None:
         """From now on draft and verify everything, at one row count: the class has proven not to be one."""
         self.commits_directly = False
-        rows = self.shapes.canonical.pad(min(_VERIFICATION_ROWS, self.shapes.canonical.largest))
-        self.shapes = PassShapes(ShapeClass([rows]), self.shapes.pass_rows)
+        self.shapes = PassShapes(ShapeClass([self.shapes.canonical.usual]), self.shapes.pass_rows)
         self.policy = self._choose_policy()
 
     def _reserve(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,13 @@ from pathlib import Path
 import torch
 
 from llm42.kernels.interface import Kernels, PreparedLinear
-from llm42.protocol.shape_class import ShapeClass
+from llm42.protocol.shape_class import VERIFICATION_ROWS, ShapeClass
 
 logger = logging.getLogger(__name__)
 
 # Every count where a pass is cheap and padding would show, then coarser: what passes are padded up to.
 BUCKETS = (*range(1, 17), *range(18, 65, 2), *range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
 LOGIT_BUCKETS = tuple(count for count in BUCKETS if count <= 64)
-_VERIFICATION_ROWS = 64
 _HUGE = 1.0e4
 _VERSION = 4
 
@@ -111,7 +109,7 @@ def measure(
 def still_holds(atlas: Atlas, kernels: Kernels, layers: Mapping[str, PreparedLinear], lm_head: PreparedLinear) -> bool:
     """Whether an atlas agrees with the kernels, at a small and a usual row count and among meek and huge neighbours."""
     for linears, canonical in ((layers.values(), atlas.rows), ((lm_head,), atlas.logit_rows)):
-        counts = {canonical.row_counts[0], canonical.pad(min(_VERIFICATION_ROWS, canonical.largest))}
+        counts = {canonical.row_counts[0], canonical.usual}
         for linear in linears:
             found = {probe(kernels, linear, rows, scale) for rows in counts for scale in (1.0, _HUGE)}
             if len(found) != 1 or None in found:
@@ -154,7 +152,7 @@ def _classes(bits: Mapping[int, tuple[bytes, ...]]) -> tuple[tuple[int, ...], ..
 
 def _usefulness(row_counts: tuple[int, ...]) -> tuple[int, int]:
     """Many counts before few; among equals, the one that holds a verification pass most closely."""
-    return len(row_counts), -min(abs(rows - _VERIFICATION_ROWS) for rows in row_counts)
+    return len(row_counts), -min(abs(rows - VERIFICATION_ROWS) for rows in row_counts)
 
 
 def load(path: Path) -> Atlas | None:
@@ -182,6 +180,6 @@ def save(atlas: Atlas, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             json.dump({"version": _VERSION, **asdict(atlas)}, file)
-        os.replace(file.name, path)  # noqa: PTH105
+        Path(file.name).replace(path)
     except OSError as error:
         logger.warning("the atlas cannot be kept in %s: %s", path.parent, error)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
+VERIFICATION_ROWS = 64
+"""Rows of a pass that verifies several windows: enough for matrix units, and few enough for neighbours to wait."""
+
 
 class ShapeClass:
     """Row counts of canonical passes.
@@ -24,6 +27,11 @@ class ShapeClass:
     def largest(self) -> int:
         """The most rows that a pass of this class has."""
         return self.row_counts[-1]
+
+    @property
+    def usual(self) -> int:
+        """The count where one is to serve for everything: the smallest that holds a verification, or the largest."""
+        return self.pad(min(VERIFICATION_ROWS, self.largest))
 
     def pad(self, rows: int) -> int:
         """The smallest count of the class that holds ``rows``.

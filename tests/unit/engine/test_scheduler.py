@@ -50,7 +50,8 @@ class Engine:
         }
         self.config = EngineConfig(model="constant", canonical_logit_rows=1, **(defaults | fields))
         self.runner = ConstantRunner()
-        self.core = EngineCore(self.config, BlockPool(num_blocks, self.config.block_size), self.runner)
+        shapes = PassShapes.choose(self.config, ShapeClass([self.config.canonical_rows]))
+        self.core = EngineCore(self.config, BlockPool(num_blocks, self.config.block_size), self.runner, shapes)
         self.scheduler = self.core.scheduler
         self._names = count()
 

@@ -121,7 +121,7 @@ def _torch_lib() -> str:
 
 def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     started = time.monotonic()
-    sys.stderr.write("Building native kernels (once on this machine, about 20 seconds) ...\n")
+    sys.stderr.write("Building native kernels (once on this machine, about 10 seconds) ...\n")
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))]
