@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llm42.config import EngineConfig
     from llm42.engine.async_llm import AsyncLLM
     from llm42.engine.llm import LLM
-    from llm42.errors import LLM42Error, ModelError, QueueFullError, RequestError
+    from llm42.errors import LLM42Error, ModelError, QueueFullError, RequestError, RequestTimeoutError
     from llm42.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from llm42.sampling.params import SamplingParams
 
@@ -36,6 +36,7 @@ _MODULES = {
     "RequestError": "llm42.errors",
     "RequestMetrics": "llm42.outputs",
     "RequestOutput": "llm42.outputs",
+    "RequestTimeoutError": "llm42.errors",
     "SamplingParams": "llm42.sampling.params",
 }
 
@@ -51,6 +52,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestTimeoutError",
     "SamplingParams",
 ]
 

@@ -29,5 +29,16 @@ class RequestError(LLM42Error):
         self.outputs = list(outputs)
 
 
+class EngineStoppedError(RequestError):
+    """The engine was closed or has failed: it serves no request any more."""
+
+
+class RequestTimeoutError(RequestError):
+    """A request took longer than its deadline allowed; it was cancelled."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the request did not finish within {timeout_s:g} s; ask for fewer tokens or allow more time")
+
+
 class QueueFullError(LLM42Error):
     """The bounded waiting queue has no room; try again later."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from harness import bits, mixed_workload
-from llm42 import AsyncLLM, QueueFullError, RequestError, RequestOutput, SamplingParams
+from llm42 import AsyncLLM, QueueFullError, RequestError, RequestOutput, RequestTimeoutError, SamplingParams
 from tiny_models import VOCAB_SIZE
 
 PROMPT = {"prompt_token_ids": [261, 438, 81, 17]}
@@ -191,6 +191,67 @@ def test_a_hundred_concurrent_requests_are_served(make_async):
         assert len(streams) == 100
         assert all(joined(deltas).outputs[0].token_ids for deltas in streams)
         wait_until_clean(llm)
+
+
+def test_the_whole_output_is_one_item_with_the_bits_of_the_deltas(async_llm):
+    params = replace(EXACT, n=2, prompt_logprobs=1)
+
+    async def both():
+        whole = [output async for output in async_llm.generate(PROMPT, params, whole=True)]
+        return whole, await collect(async_llm, PROMPT, params)
+
+    (whole,), deltas = asyncio.run(both())
+    assert len(deltas) >= 2
+    for index in range(2):
+        assert bits(whole, index) == bits(joined(deltas), index)
+
+
+def test_a_request_that_takes_too_long_is_an_error_and_cancelled(async_llm):
+    async def run() -> None:
+        with pytest.raises(RequestTimeoutError, match=r"did not finish within 0\.05 s"):
+            async for _ in async_llm.generate(PROMPT, LONG, timeout_s=0.05):
+                pass
+        await asyncio.to_thread(wait_until_clean, async_llm)
+
+    asyncio.run(run())
+
+
+# Watching
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_events_replay_to_the_committed_tokens_and_show_rollbacks(make_async, is_early):
+    params = replace(EXACT, max_tokens=200, logprobs=None)
+
+    async def watch(llm: AsyncLLM):
+        return [event async for event in llm.watch("watched")]
+
+    async def run(llm: AsyncLLM):
+        if is_early:
+            watching = asyncio.create_task(watch(llm))
+            await asyncio.sleep(0.05)
+        stream = llm.generate(PROMPT, params, "watched")
+        first = await anext(stream)
+        if not is_early:
+            watching = asyncio.create_task(watch(llm))
+        return [first, *[item async for item in stream]], await watching
+
+    with make_async(kernels="jitter", window_size=8) as llm:
+        deltas, events = asyncio.run(run(llm))
+        wait_until_clean(llm)
+        assert not llm._watchers
+    assert [event.finished for event in events] == [False] * (len(events) - 1) + [True]
+    committed, candidates, num_rolled_back = [], [], 0
+    for event in events:
+        assert event.position == len(committed)
+        kept = candidates[: len(candidates) - len(event.rolled_back)]
+        assert candidates[len(kept) :] == list(event.rolled_back)
+        committed += event.committed
+        candidates = list(event.candidates)
+        assert [*event.committed, *event.candidates][: len(kept)] == kept
+        num_rolled_back += len(event.rolled_back)
+    assert committed == joined(deltas).outputs[0].token_ids
+    assert num_rolled_back == deltas[-1].metrics.num_recomputed_tokens > 0
 
 
 # Callers who leave

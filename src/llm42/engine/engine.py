@@ -108,9 +108,19 @@ class Engine:
             torch.set_num_threads(self.num_threads)
 
     def make_requests(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> RequestGroup:
         """Validate a call and make its n sequences, not queued yet.
+
+        Args:
+            prompt: A text, or ``{"prompt_token_ids": [...]}``.
+            params: How to choose tokens; the defaults if None.
+            request_id: A name for messages and logs; one is made if None.
+            priority: Lower is served first; equal ones in order of arrival.
 
         Raises:
             ValueError: The prompt or a parameter is unusable; the message names field and value.
@@ -131,7 +141,7 @@ class Engine:
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         sequences = tuple(
             Request(
-                SequenceSpec(name, index, token_ids, params, child_seed(seed, index), max_tokens, self._eos),
+                SequenceSpec(name, index, token_ids, params, child_seed(seed, index), max_tokens, self._eos, priority),
                 self.core.pool,
                 OutputText(self.tokenizer, params),
             )

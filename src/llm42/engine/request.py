@@ -54,6 +54,8 @@ class SequenceSpec:
     seed: int
     max_tokens: int
     eos_token_ids: frozenset[int]
+    priority: int = 0
+    """Lower is served first. When, not what: it cannot change the bits of a deterministic request."""
 
 
 class Request:

@@ -7,6 +7,7 @@ Nothing here can change the bits of a deterministic request; only when they come
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -127,7 +128,8 @@ class Scheduler:
                 f"max_queue_len is {self._config.max_queue_len} and {len(self.waiting)} requests wait: "
                 f"no room for {len(requests)} more; retry later or raise max_queue_len"
             )
-        self.waiting.extend(requests)
+        for request in requests:
+            self._queue(request, behind_equals=True)
 
     def remove(self, request: Request) -> None:
         """Forget a request and return its memory; harmless if it is gone already."""
@@ -167,7 +169,12 @@ class Scheduler:
         request.stats.num_recomputed_tokens += request.ledger.preempt()
         request.stats.num_preemptions += 1
         request.drafting_since = request.ready_since = None
-        self.waiting.appendleft(request)
+        self._queue(request, behind_equals=False)
+
+    def _queue(self, request: Request, *, behind_equals: bool) -> None:
+        """Put a request into the waiting queue: lower priorities first, in order of arrival among equals."""
+        bisect = bisect_right if behind_equals else bisect_left
+        self.waiting.insert(bisect(self.waiting, request.spec.priority, key=_priority), request)
 
     def _choose_policy(self) -> GroupingPolicy:
         decoding = [request.ledger for request in self.running if not request.ledger.is_prefilling]
@@ -200,7 +207,8 @@ class Scheduler:
                     request.pages.grow(needed)
                     break
                 except OutOfBlocksError:
-                    self.preempt(self.running[-1])
+                    # The least urgent one; among equals the one that arrived last.
+                    self.preempt(max(reversed(self.running), key=_priority))
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._config.max_num_seqs:
@@ -383,6 +391,10 @@ def is_direct(segment: Segment) -> bool:
     ledger = segment.request.ledger
     is_decoding = ledger.deterministic and not (ledger.is_prefilling or segment.is_draft)
     return is_decoding and ledger.num_candidates == 0
+
+
+def _priority(request: Request) -> int:
+    return request.spec.priority
 
 
 def _decode_row(request: Request) -> Segment:

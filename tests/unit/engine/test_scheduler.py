@@ -55,9 +55,9 @@ class Engine:
         self.scheduler = self.core.scheduler
         self._names = count()
 
-    def request(self, prompt=(1, 2, 3), *, max_tokens=60, **fields):
+    def request(self, prompt=(1, 2, 3), *, max_tokens=60, priority=0, **fields):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
-        spec = SequenceSpec(str(next(self._names)), 0, tuple(prompt), params, 0, max_tokens, frozenset())
+        spec = SequenceSpec(str(next(self._names)), 0, tuple(prompt), params, 0, max_tokens, frozenset(), priority)
         return Request(spec, self.core.pool, OutputText(PieceTokenizer(), params))
 
     def submit(self, prompt=(1, 2, 3), **fields):
@@ -407,6 +407,26 @@ def test_requests_start_in_order_of_arrival():
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lower_priorities_start_first_and_equal_ones_in_order_of_arrival():
+    engine = Engine(max_num_seqs=1)
+    requests = [engine.submit(max_tokens=1, priority=priority) for priority in (1, 0, 1, -5, 0)]
+    started = []
+    while engine.core.has_work:
+        segments, _ = engine.step()
+        started.extend(requests.index(request) for request in segments)
+    assert started == [3, 1, 4, 0, 2]
+
+
+def test_memory_pressure_preempts_the_least_urgent_first_and_it_returns_before_its_equals():
+    engine = Engine(num_blocks=1 + 40, max_num_seqs=3)
+    urgent = [engine.submit(max_tokens=50, priority=priority) for priority in (5, 0)]
+    waiting = engine.submit(max_tokens=2, priority=5)
+    engine.run()
+    assert urgent[0].stats.num_preemptions > 0
+    assert urgent[1].stats.num_preemptions == 0
+    assert all(request.is_finished for request in (*urgent, waiting))
 
 
 def test_memory_pressure_preempts_the_newest_first_and_never_the_oldest():
