@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import xgrammar
 
 from llm42 import SamplingParams
 from llm42.config import EngineConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from llm42.engine.runner import SegmentResult
     from llm42.engine.scheduler import Pass
     from llm42.outputs import LogprobDict, RequestOutput
+    from llm42.sampling import StructuredOutputs
 
 CANONICAL = {"canonical_rows": 64, "canonical_logit_rows": 16, "max_model_len": 1200}
 """The contract that all tests on tiny models share, so that they can share oracle results."""
@@ -78,6 +80,28 @@ def make_engine(model: Path, *, prefers_throughput: bool = True, **fields) -> En
     return Engine(config, prefers_throughput=prefers_throughput)
 
 
+class FreshGrammar:
+    """What a form allows, found by a matcher made for the purpose: nothing is remembered, so nothing can be stale."""
+
+    is_exhausted = False
+
+    def __init__(self, engine: Engine, form: StructuredOutputs) -> None:
+        engine._grammars.compile(form)
+        self._compiled = engine._grammars._cache[form]
+        self._vocab_size = engine.decoder.config.vocab_size
+
+    def allowed(self, output_token_ids: Sequence[int], stop_token_ids: frozenset[int]) -> torch.Tensor:
+        matcher = xgrammar.GrammarMatcher(self._compiled)
+        assert all(matcher.accept_token(token_id) for token_id in output_token_ids), "committed tokens break the form"
+        words = xgrammar.allocate_token_bitmask(1, self._vocab_size + 1)
+        matcher.fill_next_token_bitmask(words)
+        row = words[0].tolist()
+        bits = [row[i // 32] >> i % 32 & 1 for i in range(self._vocab_size)]
+        for token_id in stop_token_ids:
+            bits[token_id] = matcher.is_completed()
+        return torch.tensor(bits, dtype=torch.bool)
+
+
 class Oracle:
     """Canonical passes only, one request at a time, one row per pass once the prompt is computed."""
 
@@ -110,6 +134,8 @@ class Oracle:
         tokens, start = list(prompt), 0
         rows = self._rows
         stops = frozenset() if params.ignore_eos else self.engine._eos
+        form = params.structured_outputs
+        grammar = None if form is None else FreshGrammar(self.engine, form)
         while not request.is_finished:
             chunk = tokens[start : start + rows]
             scored = params.prompt_logprobs is not None and start < len(prompt)
@@ -120,9 +146,8 @@ class Oracle:
             start += len(chunk)
             if start < len(tokens):
                 continue
-            row = SampleRow(
-                params, request.spec.seed, prompt, tokens[len(prompt) :], stops | set(params.stop_token_ids or ())
-            )
+            ends = stops | set(params.stop_token_ids or ())
+            row = SampleRow(params, request.spec.seed, prompt, tokens[len(prompt) :], ends, grammar)
             (token,) = sample(logits[-1:], [row], self.engine.decoder.kernels.sampler)
             tokens.append(token)
             request.ledger.restore(len(tokens) - 2)
@@ -265,10 +290,12 @@ def mixed_workload(vocab_size: int, *, seed: int = 0, deterministic: bool = True
 class Reference:
     """A tiny model, its workload, and what the oracle says of it."""
 
-    def __init__(self, directory, family: str, kernels: str, dtype: str, **fields) -> None:
+    def __init__(
+        self, directory, family: str, kernels: str, dtype: str, calls: list[Call] | None = None, **fields
+    ) -> None:
         self.model = write_tiny_model(directory, family)
         self.fields = {"kernels": kernels, "dtype": dtype, **fields}
-        self.calls: list[Call] = mixed_workload(VOCAB_SIZE)
+        self.calls: list[Call] = mixed_workload(VOCAB_SIZE) if calls is None else calls
         oracle = Oracle(make_engine(self.model, mode="invariant", **self.fields))
         self.expected: list[Bits] = []
         self.canonical_kv: list[torch.Tensor] = []

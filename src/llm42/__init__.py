@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llm42.errors import LLM42Error, ModelError, QueueFullError, RequestError, RequestTimeoutError
     from llm42.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from llm42.sampling.params import SamplingParams
+    from llm42.sampling.structured import StructuredOutputs
 
 try:
     __version__ = version("llm42")
@@ -38,6 +39,7 @@ _MODULES = {
     "RequestOutput": "llm42.outputs",
     "RequestTimeoutError": "llm42.errors",
     "SamplingParams": "llm42.sampling.params",
+    "StructuredOutputs": "llm42.sampling.structured",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "RequestOutput",
     "RequestTimeoutError",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 

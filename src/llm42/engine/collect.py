@@ -21,6 +21,8 @@ class OutputCollector:
     def __init__(self, group: RequestGroup, tokenizer: Tokenizer) -> None:
         self.group = group
         self._tokenizer = tokenizer
+        # One list for all deltas: a long prompt in each one that a slow reader has not read yet would be much memory.
+        self._prompt_token_ids = list(group.sequences[0].spec.prompt_token_ids)
         self._taken = [(0, 0, False) for _ in group.sequences]
         self._cumulative = [0.0 for _ in group.sequences]
         self._prompt_logprobs_taken = False
@@ -41,7 +43,7 @@ class OutputCollector:
         return RequestOutput(
             request_id=self.group.request_id,
             prompt=self.group.prompt,
-            prompt_token_ids=list(first.spec.prompt_token_ids),
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._take_prompt_logprobs(first),
             outputs=outputs,
             finished=self.is_finished,

@@ -15,6 +15,7 @@ from llm42.config import EngineConfig
 from llm42.kernels.atlas import Atlas
 from llm42.model.decoder import Decoder
 from llm42.model.weights import weights_digest
+from llm42.sampling.grammar import grammar_version
 
 _TEXT_FILES = (
     "tokenizer.json",
@@ -41,6 +42,7 @@ def contract(config: EngineConfig, decoder: Decoder, model_path: Path) -> dict[s
         "kernels": decoder.kernels.versions(),
         "num_threads": torch.get_num_threads(),
         "sampler": sampling.SAMPLER_VERSION,
+        "grammar": grammar_version(),
     }
 
 

@@ -15,8 +15,10 @@ from llm42.cache import BlockPool, PrefixCache
 from llm42.config import EngineConfig
 from llm42.engine.request import FinishReason, Request
 from llm42.engine.runner import Runner, SegmentResult
-from llm42.engine.scheduler import Pass, PassShapes, Scheduler, Segment, is_direct
+from llm42.engine.scheduler import Pass, PassShapes, Scheduler, Segment
+from llm42.engine.stats import Totals
 from llm42.engine.tuning import PassCosts
+from llm42.protocol import Verdict
 from llm42.sampling.sampler import UNUSABLE
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,8 @@ class EngineCore:
     ) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool) if config.enable_prefix_caching else None
-        self.scheduler = Scheduler(config, pool, self.cache, shapes, costs)
+        self.totals = Totals()
+        self.scheduler = Scheduler(config, pool, self.cache, shapes, costs, self.totals)
         self.num_spot_checked = 0
         """Directly committed tokens that were verified afterwards."""
         self.num_violations = 0
@@ -94,12 +97,13 @@ class EngineCore:
         work = self.scheduler.plan()
         if work is None:
             return []
-        # Before the ledgers move on, and only if somebody asks.
-        rows = None if self.observer is None else _count_rows(work)
+        # Before the ledgers move on.
+        rows, num_committed, num_windows = _count_rows(work), _num_committed(work), self.totals.windows
         now = time.monotonic()
         for segment in work.segments:
             if segment.request.stats.scheduled is None:
                 segment.request.stats.scheduled = now
+                self._count_lookup(segment.request)
         try:
             results = self.runner.execute(work)
         except Exception as error:
@@ -115,7 +119,11 @@ class EngineCore:
         if self.num_violations > num_violations:
             self._rebuild()
         self.scheduler.costs.observe(work.num_rows, executed - now)
-        if self.observer is not None and rows is not None:
+        num_committed = _num_committed(work) - num_committed
+        self.totals.count_pass(rows, work.num_rows, is_canonical=work.is_canonical, num_committed=num_committed)
+        if self.totals.windows > num_windows:
+            self.totals.count_verification(self.totals.windows - num_windows, self.scheduler.policy.group_size)
+        if self.observer is not None:
             times = (now - started, executed - now, time.monotonic() - executed)
             self.observer(PassRecord(work.is_canonical, *rows, *times))
         return changed
@@ -141,12 +149,12 @@ class EngineCore:
         if usable:
             request.accept(usable, result.logprobs)
         if usable < len(committed) and not request.is_finished:
-            self._finish(request, FinishReason.ERROR, "the model's logits are not finite numbers (overflow?)")
+            self._finish(request, FinishReason.ERROR, request.why_no_token())
             return True
         if self.cache is not None:
             self.cache.publish(request.pages, ledger.token_ids, ledger.watermark)
         if request.is_finished:
-            self.scheduler.remove(request)
+            self._retire(request)
         else:
             request.pages.trim(ledger.num_tokens + 1)
         return usable > 0
@@ -169,6 +177,7 @@ class EngineCore:
             return ()
         if had_candidates:
             self.scheduler.flips.observe(len(generated), is_rollback=verdict.is_rollback)
+            self._count_window(request, verdict)
         request.stats.num_windows += had_candidates
         request.stats.num_rollbacks += verdict.is_rollback
         request.stats.num_recomputed_tokens += verdict.num_dropped
@@ -200,7 +209,26 @@ class EngineCore:
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish(reason, error)
+        self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        """Forget a request that has ended."""
         self.scheduler.remove(request)
+        if request.finish_reason is not None:
+            self.totals.finished[request.finish_reason.value] += 1
+
+    def _count_lookup(self, request: Request) -> None:
+        """Count what the prefix cache was asked for and had, when a request runs for the first time."""
+        if self.cache is not None and not request.wants_prompt_logprobs:
+            self.totals.prefix_cache_queries += request.ledger.prompt_len
+            self.totals.prefix_cache_hits += request.stats.num_cached_tokens
+
+    def _count_window(self, request: Request, verdict: Verdict) -> None:
+        self.totals.windows += 1
+        self.totals.rollbacks += verdict.is_rollback
+        self.totals.recomputed_tokens += verdict.num_dropped
+        if request.drafting_since is not None:
+            self.totals.commit_lag_steps += self.scheduler.step - request.drafting_since
 
 
 def _count_rows(work: Pass) -> tuple[int, int, int]:
@@ -208,11 +236,18 @@ def _count_rows(work: Pass) -> tuple[int, int, int]:
     prompt = decode = window = 0
     for segment in work.segments:
         ledger = segment.request.ledger
-        if ledger.is_prefilling:
+        if segment.is_draft:
+            decode += 1
+        elif ledger.is_prefilling:
             prompt += len(segment.rows)
-        elif segment.is_draft or is_direct(segment):
+        elif ledger.num_candidates:
+            window += len(segment.rows)
+        else:
             decode += 1
             window += segment.num_checked
-        else:
-            window += len(segment.rows)
     return prompt, decode, window
+
+
+def _num_committed(work: Pass) -> int:
+    """Committed output tokens of the requests of a pass."""
+    return sum(segment.request.ledger.num_committed for segment in work.segments)

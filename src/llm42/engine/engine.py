@@ -31,6 +31,7 @@ from llm42.model.decoder import Decoder, element_types, kv_bytes_per_position
 from llm42.model.hub import resolve_model
 from llm42.model.tokenizer import Tokenizer
 from llm42.model.weights import load_weights
+from llm42.sampling.grammar import Grammar, GrammarCompiler
 from llm42.sampling.noise import child_seed, fresh_seed
 from llm42.sampling.params import SamplingParams, validate_for_vocab
 
@@ -88,6 +89,7 @@ class Engine:
         runner = Runner(self.decoder, kv, config.block_size, start.atlas.logit_rows)
         self.core = EngineCore(config, pool, runner, start.shapes, start.costs)
         self._ids = itertools.count()
+        self._grammars = GrammarCompiler(self.tokenizer.vocabulary_bytes, model_config.vocab_size)
         self._eos = frozenset(model_config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
 
     @property
@@ -137,11 +139,22 @@ class Engine:
                 f"n is {params.n}, more than the queue holds: max_queue_len is {self.config.max_queue_len}; lower n"
             )
         max_tokens = self._max_tokens(len(token_ids), params)
+        grammars = self._compile(params)
         seed = fresh_seed() if params.seed is None else params.seed
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         sequences = tuple(
             Request(
-                SequenceSpec(name, index, token_ids, params, child_seed(seed, index), max_tokens, self._eos, priority),
+                SequenceSpec(
+                    request_id=name,
+                    index=index,
+                    prompt_token_ids=token_ids,
+                    params=params,
+                    seed=child_seed(seed, index),
+                    max_tokens=max_tokens,
+                    eos_token_ids=self._eos,
+                    priority=priority,
+                    grammar=grammars[index],
+                ),
                 self.core.pool,
                 OutputText(self.tokenizer, params),
             )
@@ -149,14 +162,20 @@ class Engine:
         )
         return RequestGroup(name, text, sequences)
 
+    def _compile(self, params: SamplingParams) -> Sequence[Grammar | None]:
+        """The grammar that each of the n outputs must follow."""
+        if params.structured_outputs is None:
+            return [None] * params.n
+        if not self._eos and not params.stop_token_ids:
+            raise ValueError(
+                "structured_outputs needs a token that ends an output, and this model has none; give stop_token_ids"
+            )
+        return self._grammars.compile(params.structured_outputs, params.n)
+
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         """The most tokens an output of this prompt may have."""
+        self._check_length(prompt_len)
         room = self.max_model_len - prompt_len
-        if room < 1:
-            raise ValueError(
-                f"prompt has {prompt_len} tokens, and max_model_len {self.max_model_len} must hold it and at least one "
-                "more; shorten the prompt"
-            )
         if params.max_tokens is not None and params.max_tokens > room:
             raise ValueError(
                 f"prompt ({prompt_len} tokens) + max_tokens ({params.max_tokens}) exceeds max_model_len "
@@ -169,11 +188,21 @@ class Engine:
             )
         return room if params.max_tokens is None else params.max_tokens
 
+    def _check_length(self, prompt_len: int) -> None:
+        if prompt_len >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {prompt_len} tokens, and max_model_len {self.max_model_len} must hold it and at least one "
+                "more; shorten the prompt"
+            )
+
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
-            text, token_ids = prompt, self.tokenizer.encode(prompt)
+            text, token_ids = prompt, self.tokenizer.encode(prompt, max_tokens=self.max_model_len)
         elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            text, token_ids = None, _token_ids(prompt["prompt_token_ids"], self.decoder.config.vocab_size)
+            given = prompt["prompt_token_ids"]
+            if isinstance(given, Sequence):
+                self._check_length(len(given))  # before a million of them are looked at
+            text, token_ids = None, _token_ids(given, self.decoder.config.vocab_size)
         else:
             raise ValueError(f'prompt must be a string or {{"prompt_token_ids": [...]}}, not {prompt!r:.80}')
         if not token_ids:

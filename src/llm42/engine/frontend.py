@@ -8,6 +8,7 @@ from typing import Any
 
 from llm42.config import EngineConfig
 from llm42.engine.engine import Engine
+from llm42.engine.stats import EngineStats, engine_stats
 from llm42.model.tokenizer import Tokenizer
 from llm42.protocol.shape_class import describe_counts
 
@@ -54,6 +55,15 @@ class Frontend(ABC):
             f"{engine.decoder.kernels.name} kernels · {engine.num_threads} threads · {engine.config.mode} · "
             f"canonical passes of {rows} rows · {engine.system_fingerprint}"
         )
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done; may be called from any thread."""
+        return engine_stats(self._engine)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why deterministic requests are refused; None if they are accepted."""
+        return self._engine.refusal
 
     @property
     def system_fingerprint(self) -> str:

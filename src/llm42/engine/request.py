@@ -14,6 +14,7 @@ from enum import Enum
 from llm42.cache import BlockPool, PageTable
 from llm42.engine.text import OutputText
 from llm42.protocol import Ledger, WindowState
+from llm42.sampling.grammar import Grammar
 from llm42.sampling.logprobs import TokenLogprobs
 from llm42.sampling.params import SamplingParams
 from llm42.sampling.sampler import SampleRow
@@ -56,6 +57,8 @@ class SequenceSpec:
     eos_token_ids: frozenset[int]
     priority: int = 0
     """Lower is served first. When, not what: it cannot change the bits of a deterministic request."""
+    grammar: Grammar | None = None
+    """What the output must follow; this sequence's own."""
 
 
 class Request:
@@ -113,7 +116,13 @@ class Request:
             prompt_token_ids=self.spec.prompt_token_ids,
             output_token_ids=self.ledger.token_ids[self.ledger.prompt_len : position + 1],
             stop_token_ids=self._eos | self._stop_ids,
+            grammar=self.spec.grammar,
         )
+
+    def why_no_token(self) -> str:
+        """Why the sampler had no token to follow the committed ones."""
+        reason = self.sample_row(self.ledger.num_stable - 1).dead_end
+        return reason or "the model's logits are not finite numbers (overflow?)"
 
     def accept(self, num_new: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Show the ``num_new`` newest committed tokens, up to the first that ends the output.

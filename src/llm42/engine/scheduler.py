@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from llm42.cache import BlockPool, OutOfBlocksError, PrefixCache
 from llm42.config import EngineConfig
 from llm42.engine.request import Request
+from llm42.engine.stats import Totals
 from llm42.engine.tuning import FlipRate, PassCosts, choose_policy
 from llm42.errors import QueueFullError
 from llm42.protocol import GroupingPolicy, ShapeClass
@@ -83,6 +84,7 @@ class Scheduler:
         cache: The prefix cache, or None.
         shapes: The row counts of passes.
         costs: What passes cost, for the choice of W and G.
+        totals: Where preemptions are counted.
     """
 
     def __init__(
@@ -92,12 +94,14 @@ class Scheduler:
         cache: PrefixCache | None,
         shapes: PassShapes,
         costs: PassCosts | None = None,
+        totals: Totals | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._cache = cache
         self.shapes = shapes
         self.costs = PassCosts() if costs is None else costs
+        self._totals = Totals() if totals is None else totals
         self.flips = FlipRate()
         self.commits_directly = config.mode == "auto"
         """Whether decode rows of deterministic requests may be committed at once; ends with a failed spot check."""
@@ -166,8 +170,11 @@ class Scheduler:
         """Take a running request's memory; it is rebuilt by canonical passes when its turn comes again."""
         self.running.remove(request)
         request.pages.free()
-        request.stats.num_recomputed_tokens += request.ledger.preempt()
+        num_dropped = request.ledger.preempt()
+        request.stats.num_recomputed_tokens += num_dropped
         request.stats.num_preemptions += 1
+        self._totals.recomputed_tokens += num_dropped
+        self._totals.preemptions += 1
         request.drafting_since = request.ready_since = None
         self._queue(request, behind_equals=False)
 

@@ -38,6 +38,15 @@ def byte_level_alphabet() -> dict[str, int]:
 _BYTE_OF: Final = byte_level_alphabet()
 
 
+def piece_bytes(token: str) -> bytes | None:
+    """The bytes that a string of a byte-level or byte-fallback vocabulary stands for; None if it is of no such kind."""
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return None
+
+
 class _ByteLevel:
     """Bytes behind the characters, as UTF-8; a string with any other character (an added token) stands for itself."""
 

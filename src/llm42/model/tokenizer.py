@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from llm42.errors import ModelError
-from llm42.model.token_decoder import TokenDecoder, build_steps
+from llm42.model.token_decoder import TokenDecoder, build_steps, piece_bytes
 
 if TYPE_CHECKING:
     from llm42.model.token_decoder import StepFactory
@@ -64,15 +64,21 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._tokens: dict[int, str] = {token_id: token for token, token_id in vocabulary.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._longest_token = max(map(len, vocabulary), default=1)
         self.vocab_size = 1 + max(self._tokens, default=-1)
         self.bos_token_id = vocabulary.get(self._special_tokens.get("bos_token", ""))
         self.eos_token_ids = self._read_eos_token_ids(vocabulary)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """The ids of `text`; with `add_special_tokens` framed by the BOS/EOS tokens that the model asks for.
 
-        Text that spells a special token becomes that token. Raises ValueError for text that is not valid Unicode.
+        Text that spells a special token becomes that token. Raises ValueError for text that is not valid Unicode, and
+        for text that cannot be `max_tokens` or less: tokenizing megabytes may take minutes.
         """
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise ValueError(
+                f"text has {len(text)} characters, more than max_model_len {max_tokens} can hold; shorten it"
+            )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -94,6 +100,16 @@ class Tokenizer:
         if self._anchor_id is not None:
             stream.step(self._anchor_id)  # the first token of a text may lose a space that others keep
         return stream.step(token_id) + stream.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of `token_text`; of a token that is a piece of a character, its own bytes."""
+        text = self.token_text(token_id)
+        piece = piece_bytes(self._tokens.get(token_id, "")) if "\N{REPLACEMENT CHARACTER}" in text else None
+        return text.encode() if piece is None else piece
+
+    def vocabulary_bytes(self, size: int) -> list[bytes]:
+        """`token_bytes` of the ids below `size`; nothing for special tokens and for ids without a token."""
+        return [b"" if token_id in self._special_ids else self.token_bytes(token_id) for token_id in range(size)]
 
     def apply_chat_template(
         self,
@@ -137,7 +153,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **(self._special_tokens | kwargs),
             )
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"messages do not fit the model's chat template: {error}") from error
         return str(rendered[0][0])
 
@@ -145,6 +161,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The Jinja source of the model's chat template, or None."""
         return self._select_template(with_tools=False)
+
+    @property
+    def tool_chat_template(self) -> str | None:
+        """The template of conversations with tools: some models have one of its own for them."""
+        return self._select_template(with_tools=True)
 
     def _select_template(self, *, with_tools: bool) -> str | None:
         return (self._templates.get("tool_use") if with_tools else None) or self._templates.get("default")

@@ -12,6 +12,7 @@ from llm42.sampling.logprobs import TokenLogprobs, token_logprobs
 from llm42.sampling.noise import child_seed, fresh_seed, gumbel
 from llm42.sampling.params import SamplingParams, validate_for_vocab
 from llm42.sampling.sampler import SAMPLER_VERSION, UNUSABLE, SampleRow, sample
+from llm42.sampling.structured import StructuredOutputs
 from llm42.sampling.torch_sampler import TORCH
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "SampleRow",
     "SamplerBackend",
     "SamplingParams",
+    "StructuredOutputs",
     "TokenLogprobs",
     "child_seed",
     "fresh_seed",

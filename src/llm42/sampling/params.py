@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
+from llm42.sampling.structured import StructuredOutputs
+
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
@@ -45,6 +47,8 @@ class SamplingParams:
         prompt_logprobs: The same for the prompt's tokens.
         skip_special_tokens: Leave special tokens out of the text.
         deterministic: Same ids and log-probabilities, bit for bit, whatever else the engine is doing.
+        structured_outputs: The form that the output must have. A token that ends it is allowed exactly where the form
+            is complete.
     """
 
     n: int = 1
@@ -67,6 +71,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     deterministic: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, None, "ask for at least one completion"))
@@ -89,6 +94,7 @@ class SamplingParams:
             self._set(name, _optional_integer(name, getattr(self, name), 0, MAX_LOGPROBS, "use None for none"))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "deterministic"):
             _check_bool(name, getattr(self, name))
+        self._check_structured_outputs()
 
     @property
     def is_greedy(self) -> bool:
@@ -108,6 +114,18 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}; "
                 "raise max_tokens or lower min_tokens"
+            )
+
+    def _check_structured_outputs(self) -> None:
+        form = self.structured_outputs
+        if form is None:
+            return
+        if not isinstance(form, StructuredOutputs):
+            raise ValueError(f"structured_outputs must be a StructuredOutputs, got {form!r:.80}; make one of it")
+        if self.ignore_eos:
+            raise ValueError(
+                "ignore_eos must be False with structured_outputs, got True: an output ends where its form is "
+                "complete; remove one of them"
             )
 
     def _set(self, name: str, value: object) -> None:

@@ -34,6 +34,7 @@ BAD_SCALARS = {
     "include_stop_str_in_output": (0, None),
     "skip_special_tokens": (1, None),
     "deterministic": (1, None, "true"),
+    "structured_outputs": [{"choice": ["a"]}, "a", 1],
 }
 BAD_ITEMS = [
     *[("stop_token_ids", [1, item], item) for item in (-1, 1.5, True, "1")],
