@@ -9,6 +9,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from llm42.bench.serving import summarize_serving
+
 Cells = Callable[[Mapping[str, Any]], str]
 _NONE = "-"
 _BAR = 40
@@ -54,6 +56,27 @@ def steps_table(report: Mapping[str, Any]) -> Table:
         times = {"median": median, "min": min(step["ms"]), "max": max(step["ms"])}
         bar = "█" * max(1, round(_BAR * median / max(medians)))
         table.add_row(str(step["rows"]), str(step["context"]), spread_text(times, 1), f"{median / stream:.2f}", bar)
+    return table
+
+
+def serving_table(report: Mapping[str, Any]) -> Table:
+    """Throughput and time to first token through a server, beside the same requests without one."""
+    table = Table(
+        title="The server against the engine alone",
+        caption="Medians of the rounds, of ratios and differences round by round. first token: at the client.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for name in ("clients", "way", "output tok/s", "vs offline", "first token ms", "added ms"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for row in summarize_serving(report):
+        # Of an answer in one piece, the first token comes with the last.
+        first, added = (
+            (_NONE, _NONE) if row["way"] == "whole" else (f"{row['ttft_ms']:.1f}", f"{row['added_ttft_ms']:.1f}")
+        )
+        cells = (f"{row['tok_s']:.1f}", f"{row['vs_offline']:.2f}", first, added)
+        table.add_row(str(row["concurrency"]), row["way"], *cells)
     return table
 
 

@@ -14,10 +14,12 @@ import typer
 
 from llm42 import __version__
 from llm42.cli.bench import app as bench_app
+from llm42.cli.chat import chat
 from llm42.cli.demo import demo
 from llm42.cli.doctor import doctor
 from llm42.cli.pull import pull
 from llm42.cli.run import run
+from llm42.cli.serve import serve
 
 _EPILOG = """
 **Examples**
@@ -27,6 +29,8 @@ _EPILOG = """
 `llm42 run smollm2-135m-instruct "Why is the sky blue?"` : chat, streamed
 
 `llm42 run smollm2-135m-instruct "Once upon a time" --raw --deterministic --temperature 0.8 --seed 42` : the same bits
+
+`llm42 serve smollm2-135m-instruct` : the OpenAI API and a page, on this machine
 
 `llm42 demo` : the same prompts alone and in a busy batch, ordinary and deterministic
 
@@ -43,6 +47,26 @@ _RUN_EPILOG = """
 `llm42 run ./model.gguf --raw --temperature 0.7 --stop "The end" < story.txt`
 """
 
+_SERVE_EPILOG = """
+**Examples**
+
+`llm42 serve smollm2-135m-instruct` : the API at http://127.0.0.1:8000/v1, a page to try it at http://127.0.0.1:8000/
+
+`llm42 serve smollm2-135m-instruct --host 0.0.0.0 --api-key-file keys.txt --deterministic-default`
+"""
+
+_CHAT_EPILOG = """
+**Examples**
+
+`llm42 chat smollm2-135m-instruct --system "You are brief."`
+
+`llm42 chat smollm2-135m-instruct --deterministic --temperature 0.8 --seed 42` : the same questions, the same answers
+
+`llm42 chat http://127.0.0.1:8000 --api-key-file key.txt`
+
+`echo "Why is the sky blue?" | llm42 chat smollm2-135m-instruct`
+"""
+
 app = typer.Typer(
     name="llm42",
     help="LLM inference with verified determinism: deterministic requests return the same bits in any batch.",
@@ -54,6 +78,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=_RUN_EPILOG)(run)
+app.command(epilog=_CHAT_EPILOG)(chat)
+app.command(epilog=_SERVE_EPILOG)(serve)
 app.command()(pull)
 app.command()(demo)
 app.command()(doctor)

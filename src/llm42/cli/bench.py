@@ -207,6 +207,59 @@ def steps(
         Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(steps_table(report))
 
 
+@app.command()
+def serving(
+    model: options.Model,
+    *,
+    concurrency: Annotated[
+        str, typer.Option(help="Clients, separated by commas.", metavar="N,...", rich_help_panel=_MEASURED)
+    ] = "1,32",
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Deterministic requests; their outputs must agree.", rich_help_panel=_MEASURED
+        ),
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Rounds; each runs everything once.", rich_help_panel=_MEASURED)] = 3,
+    num_prompts: Annotated[int, typer.Option(help="Prompts of the workload.", rich_help_panel=_WORKLOAD)] = 64,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", rich_help_panel=_WORKLOAD)] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.", rich_help_panel=_WORKLOAD)] = 128,
+    mode: options.Mode = None,
+    kernels: options.Kernels = None,
+    dtype: options.DType = None,
+    num_threads: options.NumThreads = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write every run here.", dir_okay=False)
+    ] = None,
+    debug: options.Debug = False,
+) -> None:
+    """What HTTP costs: the same requests through `llm42 serve` and straight through the engine, interleaved.
+
+    Random prompts, greedy, one starts as another ends. The load comes from this process, on the same cores.
+    """
+    with reported(debug=debug):
+        concurrencies = _list_of(int, "concurrency", concurrency)
+        from llm42.bench.report import serving_table
+        from llm42.bench.serving import ServingPlan, run_serving
+        from llm42.bench.workloads import WorkloadSpec
+        from llm42.model.hub import resolve_model
+
+        path = resolve_model(model, progress=True)
+        plan = ServingPlan(
+            model=str(path),
+            concurrency=concurrencies,
+            deterministic=deterministic,
+            repeats=repeats,
+            fields=options.given(mode=mode, kernels=kernels, dtype=dtype, num_threads=num_threads),
+        )
+        spec = WorkloadSpec(name="synthetic", num_prompts=num_prompts, input_len=input_len, output_len=output_len)
+        progress = Console(stderr=True, soft_wrap=True, highlight=False)
+        report = run_serving(plan, spec.make(path), lambda line: progress.print(line, style="dim", markup=False))
+        if json_path is not None:
+            json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(serving_table(report))
+
+
 def _measure(plan: Any, spec: Any, json_path: Path | None) -> dict[str, Any]:
     """Run the plan and show its report; every round is saved, so that an interrupt loses one at most."""
     from llm42.bench.report import tables

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from llm42.cli.terminal import visible
 from llm42.errors import LLM42Error
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ def reported(*, debug: bool) -> Iterator[None]:
     except (ValueError, LLM42Error, OSError) as error:
         if debug:
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        line = Text.assemble(("error: ", "bold red"), message)
-        Console(stderr=True, soft_wrap=True).print(line)
+        show_error(error)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+
+
+def show_error(error: Exception, remedy: str = "") -> None:
+    """Print the error's message as one line on stderr; it may quote what a server or a file says."""
+    message = visible(" ".join(str(error).split())) or type(error).__name__
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), message, remedy))

@@ -1,7 +1,7 @@
 """Options that several commands share, declared once: what they are called, what they mean, in which panel they stand.
 
 An option that was not given is None and is left out of the call, so that the engine's own default holds; the default
-that the help shows is read from EngineConfig.
+that the help shows for an engine option is read from EngineConfig.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import typer
 from llm42.cli.sizes import parse_size
 from llm42.config import DTYPES, KERNELS, MODES, EngineConfig
 
+SAMPLING = "Sampling"
 _ENGINE = "Engine"
 
 
-def _size(text: str | int) -> int:
+def size(text: str | int) -> int:
+    """The parser of an option that is a size, such as 512M."""
     if isinstance(text, int):
         return text
     try:
@@ -32,6 +34,49 @@ Model = Annotated[
         help="A pulled name (`smollm2-135m-instruct`), a directory in Hugging Face layout, a .gguf file, or a hub id.",
         show_default=False,
     ),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", help="The same bits every time, whatever else runs.", rich_help_panel=SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Seed, 0 to 2**64 - 1.", show_default="drawn, and shown", rich_help_panel=SAMPLING),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        help="0 takes the most likely token; higher is more varied.", show_default="0", rich_help_panel=SAMPLING
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Smallest set of tokens with this probability; 1 is off.", show_default="1", rich_help_panel=SAMPLING
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="The k most likely tokens; 0 is off.", show_default="0", rich_help_panel=SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Least probability relative to the most likely token; 0 is off.",
+        show_default="0",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Above 1 discourages tokens that have occurred.", show_default="1", rich_help_panel=SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this text; may be repeated.", show_default=False, rich_help_panel=SAMPLING),
+]
+IgnoreEOS = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.", rich_help_panel=SAMPLING)
 ]
 Mode = Annotated[
     str | None,
@@ -95,7 +140,7 @@ KVCacheBytes = Annotated[
         "--kv-cache-bytes",
         help="Memory of the KV cache, such as 512M or 2G.",
         metavar="SIZE",
-        parser=_size,
+        parser=size,
         show_default="1 GiB, fitted to the model",
         rich_help_panel=_ENGINE,
     ),

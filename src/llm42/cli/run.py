@@ -12,7 +12,9 @@ from rich.console import Console
 
 from llm42.cli import options
 from llm42.cli.errors import reported
+from llm42.cli.facts import Facts
 from llm42.cli.loading import load
+from llm42.cli.terminal import write_answer
 from llm42.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from llm42.model.tokenizer import Tokenizer
 
 _PROMPT = "Prompt"
-_SAMPLING = "Sampling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +53,16 @@ def run(
     system: Annotated[
         str | None, typer.Option(help="System message before the prompt (chat only).", rich_help_panel=_PROMPT)
     ] = None,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic", help="The same bits every time, whatever else runs.", rich_help_panel=_SAMPLING
-        ),
-    ] = False,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed, 0 to 2**64 - 1.", show_default="drawn, and shown", rich_help_panel=_SAMPLING),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest output, in tokens.", rich_help_panel=_SAMPLING)] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the most likely token; higher is more varied.", rich_help_panel=_SAMPLING)
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Smallest set of tokens with this probability; 1 is off.", rich_help_panel=_SAMPLING)
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="The k most likely tokens; 0 is off.", rich_help_panel=_SAMPLING)] = 0,
-    min_p: Annotated[
-        float,
-        typer.Option(help="Least probability relative to the most likely token; 0 is off.", rich_help_panel=_SAMPLING),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages tokens that have occurred.", rich_help_panel=_SAMPLING)
-    ] = 1.0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End before this text; may be repeated.", show_default=False, rich_help_panel=_SAMPLING),
-    ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Go on after the end-of-text token.", rich_help_panel=_SAMPLING),
-    ] = False,
+    deterministic: options.Deterministic = False,
+    seed: options.Seed = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest output, in tokens.", rich_help_panel=options.SAMPLING)] = 256,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEOS = False,
     mode: options.Mode = None,
     kernels: options.Kernels = None,
     dtype: options.DType = None,
@@ -104,17 +82,17 @@ def run(
         text = read_prompt(prompt)
         from llm42 import AsyncLLM, SamplingParams
 
-        params = SamplingParams(
-            deterministic=deterministic,
+        given = options.given(
             seed=seed,
-            max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             stop=stop or None,
-            ignore_eos=ignore_eos,
+        )
+        params = SamplingParams(
+            **{"temperature": 0.0, **given}, max_tokens=max_tokens, ignore_eos=ignore_eos, deterministic=deterministic
         )
         fields = options.given(
             mode=mode,
@@ -164,7 +142,7 @@ def prompt_for(tokenizer: Tokenizer, text: str, chat: bool | None, system: str |
 
 async def _answer(llm: AsyncLLM, text: str, chat: bool | None, system: str | None, params: SamplingParams) -> str:
     try:
-        result = await stream(llm, prompt_for(llm.tokenizer, text, chat, system), params, _write)
+        result = await stream(llm, prompt_for(llm.tokenizer, text, chat, system), params, write_answer)
         return summary(result, llm.system_fingerprint)
     finally:
         await llm.aclose()
@@ -197,22 +175,4 @@ async def stream(
 
 def summary(result: Result, fingerprint: str) -> str:
     """One line: tokens and speed, what determinism cost, and what is needed to get the same output again."""
-    completion, metrics = result.last.outputs[0], result.last.metrics
-    seconds = metrics.total_time_s - metrics.queue_time_s
-    rate = result.num_tokens / seconds if seconds > 0 else 0.0
-    parts = [
-        f"{result.num_tokens} tokens ({completion.finish_reason})",
-        f"{rate:.1f} tok/s",
-        f"first token {metrics.time_to_first_token_s or 0.0:.2f} s",
-        f"{metrics.num_windows} windows",
-        f"{metrics.num_rollbacks} rollbacks",
-        f"{metrics.num_recomputed_tokens} recomputed",
-        f"seed {completion.seed}",
-        f"fingerprint {fingerprint}",
-    ]
-    return " · ".join(parts)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    return Facts.of(result.last, result.num_tokens, fingerprint).line

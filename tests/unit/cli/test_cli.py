@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from llm42 import __version__
 from llm42.cli import app
+from llm42.cli.chat import chat
 from llm42.cli.demo import demo
 from llm42.cli.doctor import doctor
 from llm42.cli.pull import pull
 from llm42.cli.run import run
 
-COMMANDS = {"run": run, "pull": pull, "demo": demo, "doctor": doctor}
+COMMANDS = {"run": run, "chat": chat, "pull": pull, "demo": demo, "doctor": doctor}
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -35,6 +36,7 @@ def test_help_of_a_command_names_every_option(name):
     result = invoke(name, "--help")
     assert result.exit_code == 0
     other_names = {"model": "MODEL", "prompt": "PROMPT", "name": "NAME", "show_list": "--list", "as_json": "--json"}
+    other_names["target"] = "MODEL|URL"
     for parameter in inspect.signature(COMMANDS[name]).parameters:
         option = f"--{parameter.replace('_', '-')}"
         assert option in result.output or other_names[parameter] in result.output
@@ -117,11 +119,28 @@ def test_a_value_of_the_wrong_form_names_the_option(option, value):
         (["demo", "--max-tokens", "0"], "max_tokens is 0"),
         (["demo", "--dtype", "int8"], "dtype must be"),
         (["pull"], "name is missing"),
+        (["chat", "no-such-model"], "stdin is empty"),
     ],
 )
 def test_bad_input_of_a_command_exits_with_2_and_says_why(arguments, message):
     result = invoke(*arguments, stdin="")
     assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["http://127.0.0.1:1", "--mode", "auto"], "--mode is for a model in this process"),
+        (["no-such-model", "--api-key-file", "keys"], "--api-key-file is for a server"),
+        (["http://127.0.0.1:1", "--api-key", "a", "--api-key-file", "keys"], "--api-key and --api-key-file"),
+        (["http://127.0.0.1:1", "--api-key-file", "no-such-file"], "api_key_file no-such-file"),
+        (["no-such-model", "--temperature", "-1"], "temperature must be"),
+    ],
+)
+def test_an_option_of_a_chat_that_does_not_fit_is_bad_input(arguments, message):
+    result = invoke("chat", *arguments, stdin="Hi")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
 
 
