@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,10 +19,10 @@ import urllib.request
 
 import pytest
 
+from browser import CHROMIUM, FLAGS, LOW_CONTRAST, opened
 from tiny_models import write_tiny_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome in PATH"),
@@ -31,15 +30,6 @@ pytestmark = [
 ]
 
 KEY = "open sesame"
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 MAX_TOKENS = 24
 NUM_NEIGHBOURS = 3
 QUESTION = "What is a token?"
@@ -85,46 +75,22 @@ def browser():
         browser.close()
 
 
-class Complaints(list):
-    """What the browser complained of; a test takes out what it provoked."""
-
-    def take(self, pattern):
-        """Remove what matches; there must be something."""
-        matching = [text for text in self if re.search(pattern, text)]
-        assert matching, f"nothing matches {pattern!r} in {self}"
-        self[:] = [text for text in self if text not in matching]
-
-
-@contextlib.contextmanager
-def opened(browser, url, *, key=KEY, view="chat", **options):
-    """The page in a context of its own, and what the browser complains of; there must be nothing left at the end."""
-    complaints, requests = Complaints(), []
-    context = browser.new_context(**options)
-    if key is not None:
-        context.add_init_script(f"sessionStorage.setItem('key', {json.dumps(key)})")
-    page = context.new_page()
-    page.set_default_timeout(120_000)  # for slow machines; nothing here waits in vain
-    page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(f"{url}#{view}")
-    yield page, complaints
-    context.close()
-    assert complaints == []
-    assert [address for address in requests if not address.startswith(url)] == []
-
-
 @pytest.fixture
 def open_page(browser, url):
-    """Opens the page: `page, complaints = open_page(**options)`."""
+    """Opens the page: `page, complaints = open_page(key=..., view=..., **options of the browser context)`."""
     with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(opened(browser, url, **options))
+
+        def open_page(key=KEY, view="chat", **options):
+            storage = {} if key is None else {"key": key}
+            return stack.enter_context(opened(browser, f"{url}#{view}", storage, **options))
+
+        yield open_page
 
 
 @pytest.fixture(scope="module")
 def used_page(browser, url):
     """A page on which everything has happened: its chat has an answer, its comparison both results."""
-    with opened(browser, url) as (page, _):
+    with opened(browser, url, {"key": KEY}) as (page, _):
         choose(page)
         ask(page, "x" * 200).get_by_role("button", name="Show tokens").click()
         show(page, "twice")
@@ -334,11 +300,11 @@ def test_every_text_has_contrast(open_page, used_page, scheme):
     fresh, _ = open_page(color_scheme=scheme)  # its welcome shows every kind of token
     choose(fresh)
     assert fresh.locator(".candidate").is_visible()
-    assert fresh.evaluate(_LOW_CONTRAST) == []
+    assert fresh.evaluate(LOW_CONTRAST) == []
     used_page.emulate_media(color_scheme=scheme)
     for view in ("chat", "twice"):
         show(used_page, view)
-        assert used_page.evaluate(_LOW_CONTRAST) == []
+        assert used_page.evaluate(LOW_CONTRAST) == []
 
 
 @pytest.mark.parametrize("view", ["chat", "twice"])
@@ -346,26 +312,6 @@ def test_a_narrow_screen_needs_no_horizontal_scrolling(used_page, view):
     show(used_page, view)
     used_page.set_viewport_size({"width": 360, "height": 740})
     assert used_page.evaluate("document.documentElement.scrollWidth") == 360
-
-
-_LOW_CONTRAST = """() => {
-    const parse = (color) => color.match(/[\\d.]+/g).map(Number);
-    const channel = (value) => value <= 10.31475 ? value / 3294.6 : ((value / 255 + 0.055) / 1.055) ** 2.4;
-    const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-    const ground = (node) => {
-        const color = parse(getComputedStyle(node).backgroundColor);
-        return color.length === 3 || color[3] > 0 || !node.parentElement ? color : ground(node.parentElement);
-    };
-    const low = [];
-    for (const node of document.body.querySelectorAll('*')) {
-        const hasText = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim() !== '');
-        if (!hasText || node.disabled || !node.checkVisibility({visibilityProperty: true})) continue;
-        const pair = [luminance(parse(getComputedStyle(node).color)), luminance(ground(node))].sort((a, b) => b - a);
-        const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
-        if (ratio < 4.5) low.push([node.tagName, node.className, node.textContent.slice(0, 30), ratio]);
-    }
-    return low;
-}"""
 
 
 def test_the_key_is_asked_for_kept_for_the_tab_and_asked_again_when_wrong(open_page):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,7 +32,8 @@ from llm42.server.state import ServerState
 logger = logging.getLogger(__name__)
 
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -74,6 +76,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.include_router(tokenization.router(state), responses=documents.WRITES)
     app.include_router(events.router(state), responses=documents.EVENTS)
     app.include_router(operations.router(state), responses=documents.READS)
+    mimetypes.add_type("text/javascript", ".js")  # some systems say otherwise, and browsers then refuse modules
     # Not mounted: then a wrong method of an endpoint would be an unknown path.
     app.router.default = _Page(directory=Path(__file__).parent / "ui", html=True)
     _handle_errors(app)

@@ -1,6 +1,6 @@
 // Making elements. All text enters the page through textContent, so nothing a model writes can become markup.
 
-/** Make `<tag>` with attributes (`class`, `aria-label`; false and null are left out), listeners (`onclick`) and children. */
+/** Make `<tag>` with attributes (`class`, ...; false and null are left out), listeners (`onclick`) and children. */
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
