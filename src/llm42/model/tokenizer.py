@@ -158,6 +158,11 @@ class Tokenizer:
         return str(rendered[0][0])
 
     @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of the tokens that have a role (``bos_token``, ``eos_token``, ``pad_token``, ...), by its name."""
+        return self._special_tokens
+
+    @property
     def chat_template(self) -> str | None:
         """The Jinja source of the model's chat template, or None."""
         return self._select_template(with_tools=False)

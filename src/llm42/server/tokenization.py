@@ -45,6 +45,7 @@ def router(state: ServerState) -> APIRouter:
     @routes.get("/tokenizer_info", summary="What the tokenizer is")
     async def tokenizer_info() -> Response:
         info: dict[str, Any] = {
+            **tokenizer.special_tokens,
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": tokenizer.vocab_size,
             "bos_token_id": tokenizer.bos_token_id,
