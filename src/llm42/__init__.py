@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from llm42.config import EngineConfig
     from llm42.engine.async_llm import AsyncLLM
     from llm42.engine.llm import LLM
-    from llm42.errors import LLM42Error, ModelError, QueueFullError, RequestError, RequestTimeoutError
+    from llm42.errors import (
+        EngineStoppedError,
+        LLM42Error,
+        ModelError,
+        QueueFullError,
+        RequestError,
+        RequestTimeoutError,
+    )
     from llm42.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from llm42.sampling.params import SamplingParams
     from llm42.sampling.structured import StructuredOutputs
@@ -29,6 +36,7 @@ _MODULES = {
     "AsyncLLM": "llm42.engine.async_llm",
     "CompletionOutput": "llm42.outputs",
     "EngineConfig": "llm42.config",
+    "EngineStoppedError": "llm42.errors",
     "LLM": "llm42.engine.llm",
     "LLM42Error": "llm42.errors",
     "Logprob": "llm42.outputs",
@@ -47,6 +55,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "EngineStoppedError",
     "LLM42Error",
     "Logprob",
     "ModelError",

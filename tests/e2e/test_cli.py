@@ -28,6 +28,10 @@ JOBS = {
         *("demo", "--model", "MODEL", "--prompts", "2", "--batch", "6", "--max-tokens", "12"),
         *("--kernels", "jitter", "--num-threads", "1"),
     ),
+    "serving": (
+        *("bench", "serving", "MODEL", "--deterministic", "--repeats", "1", "--concurrency", "1,2"),
+        *("--num-prompts", "4", "--input-len", "8", "--output-len", "4", "--kernels", "portable", "--num-threads", "1"),
+    ),
 }
 SUMMARY = re.compile(
     r"8 tokens \(length\) · [\d.]+ tok/s · first token [\d.]+ s · \d+ windows · \d+ rollbacks · \d+ recomputed"
@@ -115,3 +119,12 @@ def test_an_interrupt_ends_a_run_with_130_and_keeps_what_was_printed(model):
     assert stdout.endswith(b"\n")
     assert stderr.endswith(b"\ncancelled\n")
     assert stderr.count(b"\n") == 2
+
+
+def test_the_serving_benchmark_gets_the_engines_outputs_from_the_server(result_of):
+    """It compares them itself, and fails if one differs."""
+    result = result_of("serving")
+    assert result.returncode == 0, result.stderr
+    rows = re.findall(r"^ +(\d+) +(offline|stream|whole) +([\d.]+) ", result.stdout, re.MULTILINE)
+    assert [row[:2] for row in rows] == [(clients, way) for clients in "12" for way in ("offline", "stream", "whole")]
+    assert all(float(rate) > 0 for _, _, rate in rows)

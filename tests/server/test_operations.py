@@ -177,6 +177,15 @@ def test_a_request_past_its_deadline_is_504_or_the_last_event_of_its_stream(guar
 # Names and logs
 
 
+def access_lines(caplog, number):
+    """The lines about requests, which are written after the answers, once there are so many."""
+    deadline = time.monotonic() + 10
+    while len(lines := [record for record in caplog.records if hasattr(record, "status")]) < number:
+        assert time.monotonic() < deadline, "a line of the log is missing"
+        time.sleep(0.005)
+    return lines
+
+
 def test_the_request_id_comes_back_and_stands_in_one_line_of_the_log(server, caplog):
     caplog.set_level(logging.INFO, "llm42.server")
     given = call(server, "/v1/completions", BODY, x_request_id="my-id/1")
@@ -185,8 +194,7 @@ def test_the_request_id_comes_back_and_stands_in_one_line_of_the_log(server, cap
     assert (in_body.headers["x-request-id"], in_body.json()["id"]) == ("other", "cmpl-other")
     made = [call(server, "/v1/models").headers["x-request-id"] for _ in range(2)]
     assert len(set(made)) == 2
-    time.sleep(0.05)  # a line is written after the answer
-    lines = [(record.request_id, record.status) for record in caplog.records if hasattr(record, "status")]
+    lines = [(record.request_id, record.status) for record in access_lines(caplog, 4)]
     assert lines == [("my-id/1", 200), ("other", 200), (made[0], 200), (made[1], 200)]
 
 
@@ -200,8 +208,7 @@ def test_a_request_id_that_cannot_stand_in_a_log_is_refused(server, value):
 def test_a_path_cannot_write_a_line_of_its_own_into_the_log(server, caplog):
     caplog.set_level(logging.INFO, "llm42.server")
     assert call(server, "/nothing%0AERROR%20forged").status_code == 404
-    time.sleep(0.05)
-    assert not [record for record in caplog.records if "\n" in record.getMessage()]
+    assert not [record for record in access_lines(caplog, 1) if "\n" in record.getMessage()]
 
 
 def test_an_endpoint_knows_which_methods_it_has(server):
@@ -265,6 +272,7 @@ class Served:
         self.process = subprocess.Popen([*command, *fields, *options], stderr=subprocess.PIPE, text=True)
         self.lines = []
         self.url = ""
+        self.client = None
         while not self.url:
             line = self.process.stderr.readline()
             assert line, "".join(self.lines)
@@ -289,23 +297,27 @@ def serve(model):
 
     yield start
     for served in started:
+        if served.client is not None:
+            served.client.close()
         served.process.kill()
-        served.process.communicate()
+        served.process.wait()
+        served.process.stderr.close()
 
 
 def begin_stream(served, max_tokens=1500, **fields):
-    """The response of a long stream that has begun, and its lines."""
-    client = httpx.Client(base_url=served.url, timeout=60, **fields)
-    request = client.build_request("POST", "/v1/completions", json={**BODY, "max_tokens": max_tokens, "stream": True})
-    response = client.send(request, stream=True)
-    lines = response.iter_lines()
+    """The lines of a long stream that has begun."""
+    served.client = httpx.Client(base_url=served.url, timeout=60, **fields)
+    request = served.client.build_request(
+        "POST", "/v1/completions", json={**BODY, "max_tokens": max_tokens, "stream": True}
+    )
+    lines = served.client.send(request, stream=True).iter_lines()
     next(lines)
-    return response, lines
+    return lines
 
 
 def test_sigterm_lets_a_stream_finish_and_then_exits_0(serve):
     served = serve("--log-format", "json", "--drain-timeout", "300")
-    _, lines = begin_stream(served, max_tokens=400)
+    lines = begin_stream(served, max_tokens=400)
     served.process.terminate()
     received = [line for line in lines if line]
     assert received[-1] == "data: [DONE]"
@@ -324,7 +336,7 @@ def test_a_drain_that_takes_too_long_tells_who_listens_and_ends_who_does_not(ser
     """The second client reads nothing, so that its stream cannot end."""
     served = serve("--drain-timeout", "0")
     host, port = served.url.removeprefix("http://").split(":")
-    _, lines = begin_stream(served)
+    lines = begin_stream(served)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
@@ -369,7 +381,7 @@ def test_tls_serves_https_only_and_a_second_signal_ends_what_runs_at_once(serve,
     assert httpx.get(f"{served.url}/health", verify=trusted).json() == {"status": "ok"}
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http{served.url.removeprefix('https')}/health")
-    _, lines = begin_stream(served, verify=trusted)
+    lines = begin_stream(served, verify=trusted)
     served.process.terminate()
     for _ in range(2):
         next(lines)

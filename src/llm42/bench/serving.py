@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from llm42.errors import LLM42Error
 WAYS = ("offline", "stream", "whole")
 """Straight through the engine; answers streamed; answers in one piece."""
 _START_TIMEOUT_S = 300.0
+_SINGLE_TURNS = 8
 
 Say = Callable[[str], None]
 
@@ -69,30 +70,49 @@ def run_serving(plan: ServingPlan, workload: Workload, say: Say = lambda _: None
         LLM42Error: The server did not start, a request failed, or deterministic outputs differ.
     """
     engine = Engine(EngineConfig(model=plan.model, enable_prefix_caching=False, **plan.fields))
-    cases: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     with _server(plan) as url:
         for index in range(plan.repeats + 1):  # the first one warms up
-            for concurrency in plan.concurrency:
-                requests = workload.requests[: 4 * concurrency]
-                outputs: dict[str, list[list[int]]] = {}
-                for way in WAYS:
-                    started = time.perf_counter()
-                    if way == "offline":
-                        answers = _offline(engine, requests, concurrency, deterministic=plan.deterministic)
-                    else:
-                        answers = asyncio.run(_served(url, plan, requests, concurrency, way))
-                    seconds = time.perf_counter() - started
-                    outputs[way] = [answer.token_ids for answer in answers]
-                    rate = sum(map(len, outputs[way])) / seconds
-                    first_ms = 1e3 * percentile([answer.time_to_first_token_s for answer in answers], 50)
-                    if index:
-                        say(f"round {index}/{plan.repeats}  concurrency {concurrency}, {way}: {rate:.1f} output tok/s")
-                        cases.append({"concurrency": concurrency, "way": way, "tok_s": rate, "ttft_ms": first_ms})
-                if plan.deterministic and any(outputs[way] != outputs["offline"] for way in WAYS):
+            for concurrency, requests in _turns(plan, workload):
+                turn = {way: _run(engine, url, plan, requests, concurrency, way) for way in WAYS}
+                if plan.deterministic and any(run["outputs"] != turn["offline"]["outputs"] for run in turn.values()):
                     raise LLM42Error(
                         "DETERMINISM BROKEN: the server's outputs are not the engine's; please report this"
                     )
-    return {"model": plan.model, "workload": workload.describe(), "deterministic": plan.deterministic, "runs": cases}
+                rates = ", ".join(f"{way} {run['tok_s']:.1f}" for way, run in turn.items())
+                say(f"round {index}/{plan.repeats}  concurrency {concurrency}: output tok/s {rates}")
+                if index:
+                    runs += [{name: run[name] for name in run if name != "outputs"} for run in turn.values()]
+    return {"model": plan.model, "workload": workload.describe(), "deterministic": plan.deterministic, "runs": runs}
+
+
+def _turns(plan: ServingPlan, workload: Workload) -> Iterator[tuple[int, Sequence[BenchRequest]]]:
+    """What is run through all ways before anything else is: little at a time, because machines drift."""
+    for concurrency in plan.concurrency:
+        if concurrency == 1:
+            yield from ((1, [request]) for request in workload.requests[:_SINGLE_TURNS])
+        else:
+            yield concurrency, workload.requests[: 2 * concurrency]
+
+
+def _run(
+    engine: Engine, url: str, plan: ServingPlan, requests: Sequence[BenchRequest], concurrency: int, way: str
+) -> dict[str, Any]:
+    """One run of requests, with its figures."""
+    started = time.perf_counter()
+    if way == "offline":
+        answers = _offline(engine, requests, concurrency, deterministic=plan.deterministic)
+    else:
+        answers = asyncio.run(_served(url, plan, requests, concurrency, way))
+    seconds = time.perf_counter() - started
+    outputs = [answer.token_ids for answer in answers]
+    return {
+        "concurrency": concurrency,
+        "way": way,
+        "tok_s": sum(map(len, outputs)) / seconds,
+        "ttft_ms": 1e3 * percentile([answer.time_to_first_token_s for answer in answers], 50),
+        "outputs": outputs,
+    }
 
 
 def summarize_serving(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,56 +147,53 @@ def _offline(
 async def _served(
     url: str, plan: ServingPlan, requests: Sequence[BenchRequest], concurrency: int, way: str
 ) -> list[_Answer]:
-    """All requests through the server, each as soon as one of the connections is free."""
+    """All requests through the server, each as soon as one of the clients is free."""
     limit = asyncio.Semaphore(concurrency)
-    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    async with httpx2.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
 
-        async def ask(request: BenchRequest) -> _Answer:
-            body = {
-                "prompt": list(request.prompt_token_ids),
-                "max_tokens": request.max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "seed": 0,
-                "deterministic": plan.deterministic,
-                "return_token_ids": True,
-                "stream": way == "stream",
-            }
-            async with limit:
-                return await (_stream(client, body) if way == "stream" else _whole(client, body))
+    async def ask(request: BenchRequest) -> _Answer:
+        body = {
+            "prompt": list(request.prompt_token_ids),
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "seed": 0,
+            "deterministic": plan.deterministic,
+            "return_token_ids": True,
+            "stream": way == "stream",
+        }
+        async with limit:
+            return await _post(url, json.dumps(body).encode())
 
-        return await asyncio.gather(*map(ask, requests))
+    return await asyncio.gather(*map(ask, requests))
 
 
-async def _stream(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> _Answer:
-    started, first = time.perf_counter(), None
-    token_ids: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for choice in _choices(response):
-            token_ids += choice["token_ids"]
-            first = first or time.perf_counter()
-    return _Answer((first or time.perf_counter()) - started, token_ids)
+async def _post(url: str, body: bytes) -> _Answer:
+    """Send a completion and read its answer, streamed or whole.
 
-
-async def _choices(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    """The choices of a streamed answer."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        data = json.loads(line[len("data: ") :])
-        if "choices" not in data:
-            raise LLM42Error(f"the server refused a request of the benchmark: {data}")
-        for choice in data["choices"]:
-            yield choice
-
-
-async def _whole(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> _Answer:
+    By hand: a client library takes milliseconds of its own for each request, on the cores that the server needs.
+    """
+    host, port = url.removeprefix("http://").split(":")
     started = time.perf_counter()
-    response = await client.post("/v1/completions", json=body)
-    if response.status_code != httpx2.codes.OK:
-        raise LLM42Error(f"the server refused a request of the benchmark: {response.text}")
-    return _Answer(time.perf_counter() - started, response.json()["choices"][0]["token_ids"])
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 24)
+    first = None
+    token_ids: list[int] = []
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        # The answers that matter are one line each: an event, or the whole body.
+        async for line in reader:
+            data = line.removeprefix(b"data: ")
+            if not data.startswith(b"{"):
+                continue
+            answer = json.loads(data)
+            if "choices" not in answer:
+                raise LLM42Error(f"the server refused a request of the benchmark: {answer}")
+            first = first or time.perf_counter()
+            token_ids += [token_id for choice in answer["choices"] for token_id in choice["token_ids"]]
+    finally:
+        writer.close()
+    return _Answer((first or time.perf_counter()) - started, token_ids)
 
 
 @contextlib.contextmanager

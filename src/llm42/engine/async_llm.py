@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -107,19 +108,23 @@ class AsyncLLM(Frontend):
     """
 
     def __init__(self, model: str, **fields: Any) -> None:
-        self._loaded = Engine(EngineConfig(model=str(model), **fields), prefers_throughput=False)
+        config = EngineConfig(model=str(model), **fields)
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[Request, _Stream] = {}
         self._watchers: list[_Watcher] = []
         self._lock = threading.Lock()
         self._end: str | None = None
         """Why no more requests are taken; set under the lock, so that no command can follow the last one."""
-        self._thread = threading.Thread(target=self._run, name="llm42-engine", daemon=True)
+        # Loaded in the thread that runs it: OpenMP keeps workers for each thread that ever computed, and where there
+        # are more of them than cores, they sleep between parallel regions instead of waiting awake.
+        self._loading: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(config,), name="llm42-engine", daemon=True)
         self._thread.start()
+        self._loading.result()
 
     @property
     def _engine(self) -> Engine:
-        return self._loaded
+        return self._loading.result()
 
     @property
     def failure(self) -> str | None:
@@ -211,8 +216,12 @@ class AsyncLLM(Frontend):
                 raise EngineStoppedError(self._end)
             self._commands.put(command)
 
-    def _run(self) -> None:
-        self._engine.pin_threads()
+    def _run(self, config: EngineConfig) -> None:
+        try:
+            self._loading.set_result(Engine(config, prefers_throughput=False))
+        except BaseException as error:  # noqa: BLE001  raised where the engine was asked for
+            self._loading.set_exception(error)
+            return
         reason = "the engine was closed while the request ran"
         try:
             self._serve()

@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from llm42.sampling.params import SamplingParams, validate_for_vocab
+from llm42.sampling.params import MAX_BIASED_IDS, MAX_STOPS, SamplingParams, validate_for_vocab
 
 NAN, INF = float("nan"), float("inf")
 
@@ -102,6 +102,20 @@ def test_values_are_normalised():
 @pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("END", ("END",)), ([], ()), (("a", "b"), ("a", "b"))])
 def test_stop_strings_are_always_a_tuple(stop, strings):
     assert SamplingParams(stop=stop).stop_strings == strings
+
+
+@pytest.mark.parametrize(
+    ("field", "limit", "value_of"),
+    [
+        ("stop", MAX_STOPS, lambda count: ["x"] * count),
+        ("stop_token_ids", MAX_STOPS, lambda count: [1] * count),
+        ("logit_bias", MAX_BIASED_IDS, lambda count: dict.fromkeys(range(count), 1.0)),
+    ],
+)
+def test_what_is_looked_at_for_every_token_is_limited(field, limit, value_of):
+    assert len(getattr(SamplingParams(**{field: value_of(limit)}), field)) == limit
+    with pytest.raises(ValueError, match=rf"{field} must have at most {limit} .*got {limit + 1}"):
+        SamplingParams(**{field: value_of(limit + 1)})
 
 
 def test_empty_logit_bias_is_none():
