@@ -11,8 +11,9 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from llm42.config import EngineConfig
@@ -113,6 +114,7 @@ class AsyncLLM(Frontend):
         self._streams: dict[Request, _Stream] = {}
         self._watchers: list[_Watcher] = []
         self._lock = threading.Lock()
+        self._compiling = ThreadPoolExecutor(1, "llm42-grammars")
         self._end: str | None = None
         """Why no more requests are taken; set under the lock, so that no command can follow the last one."""
         # Loaded in the thread that runs it: OpenMP keeps workers for each thread that ever computed, and where there
@@ -163,8 +165,12 @@ class AsyncLLM(Frontend):
         """
         if self._end is not None:
             raise EngineStoppedError(self._end)
-        # In another thread: tokenizing a long prompt must not hold up the streams of others.
-        group = await asyncio.to_thread(self._engine.make_requests, prompt, sampling_params, request_id, priority)
+        # In another thread: tokenizing a long prompt must not hold up the streams of others. Grammars, which may take
+        # seconds to compile, have one to themselves, so that prompts do not wait for them.
+        has_grammar = sampling_params is not None and sampling_params.structured_outputs is not None
+        executor = self._compiling if has_grammar else None
+        make = partial(self._engine.make_requests, prompt, sampling_params, request_id, priority)
+        group = await asyncio.get_running_loop().run_in_executor(executor, make)
         stream = _Stream(group, self.tokenizer, is_whole=whole)
         self._submit(_Add(stream))
         timer = None if timeout_s is None else stream.call_later(timeout_s, RequestTimeoutError(timeout_s))
@@ -208,6 +214,7 @@ class AsyncLLM(Frontend):
             if self._end is None:
                 self._end = "the engine is closed"
                 self._commands.put(None)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
 
     def _submit(self, command: _Add | _Watch) -> None:

@@ -30,10 +30,7 @@ def router(state: ServerState) -> APIRouter:
     async def complete_chat(body: ChatBody, request: Request) -> Response:
         name = name_of(request, body.request_id)
         # In another thread: a long conversation must not hold up the streams of others.
-        tools = tools_of(body)
-        token_ids = await asyncio.to_thread(render, state.llm.tokenizer, body, tools, state.llm.max_model_len)
-        use = ToolUse(state.llm.tokenizer, state.tool_call_parser, tools)
-        chat = _Chat(state, name, body, token_ids, use)
+        chat = await asyncio.to_thread(_Chat, state, name, body)
         if body.stream:
             return EventStream(chat.stream(), state.settings.keep_alive_s)
         return JSON(await answer(request, chat.whole()))
@@ -44,10 +41,12 @@ def router(state: ServerState) -> APIRouter:
 class _Chat:
     """One request of this endpoint."""
 
-    def __init__(self, state: ServerState, name: str, body: ChatBody, token_ids: list[int], tools: ToolUse) -> None:
+    def __init__(self, state: ServerState, name: str, body: ChatBody) -> None:
         self._body = body
         self._tokenizer = state.llm.tokenizer
-        self._tools = tools
+        tools = tools_of(body)
+        self._tools = ToolUse(self._tokenizer, state.tool_call_parser, tools)
+        token_ids = render(self._tokenizer, body, tools, state.llm.max_model_len)
         params = body.to_params(
             deterministic_default=state.settings.deterministic_default,
             max_tokens=body.limit,

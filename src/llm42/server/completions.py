@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -26,7 +27,8 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v1/completions", tags=["OpenAI"], summary="Complete a text")
     async def complete(body: CompletionBody, request: Request) -> Response:
         name = name_of(request, body.request_id)
-        completion = _Completion(state, name, body)
+        # In another thread: long prompts must not hold up the streams of others.
+        completion = await asyncio.to_thread(_Completion, state, name, body)
         if body.stream:
             return EventStream(completion.stream(), state.settings.keep_alive_s)
         return JSON(await answer(request, completion.whole()))
