@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -66,11 +67,18 @@ class Terminal:
         self.wait_for(f"{line}\n")
         return self.wait_for(PROMPT).removesuffix(PROMPT)
 
-    def end(self):
-        """Wait for the end of the process; its exit status."""
-        while self._read():
-            pass
-        return self._process.wait()
+    def end(self, typed):
+        """Type what ends the chat; its exit status.
+
+        Typed again while nothing happens: readline prints its prompt before it waits for keys, and a signal in between
+        is not noticed until the next key.
+        """
+        self.type(typed)
+        while True:
+            if not self._has_more(within_s=3.0):
+                self.type(typed)
+            elif not self._read():
+                return self._process.wait()
 
     def close(self):
         if self._process.poll() is None:
@@ -78,7 +86,11 @@ class Terminal:
             self._process.wait()
         os.close(self._master)
 
+    def _has_more(self, within_s):
+        return bool(select.select([self._master], [], [], within_s)[0])
+
     def _read(self):
+        assert self._has_more(within_s=120.0), f"nothing came after {self._unread!r}"
         try:
             data = os.read(self._master, 65536)
         except OSError:  # what Linux says when the other end is closed
@@ -144,8 +156,7 @@ def test_a_chat_in_a_terminal(target, tmp_path):
         terminal.say(f"/save {tmp_path / 'chat.json'}")
         terminal.say("/new")
         assert terminal.say("What is a token?").splitlines()[:-2] == first.splitlines()[:-2]
-        terminal.type("\x04")
-        assert terminal.end() == 0
+        assert terminal.end("\x04") == 0
     saved = json.loads((tmp_path / "chat.json").read_text(encoding="utf-8"))
     assert [message["content"] for message in saved["messages"] if message["role"] == "user"] == [
         "What is a token?",
@@ -186,5 +197,4 @@ def test_a_message_from_a_pipe_is_answered_once_and_alike_by_a_model_and_its_ser
 @pytest.mark.parametrize("typed", ["\x03", "\x04", "/quit\n"])
 def test_a_chat_ends_well_however_it_is_ended(server, typed, tmp_path):
     with chatting((server, "--api-key", "secret"), tmp_path) as terminal:
-        terminal.type(typed)
-        assert terminal.end() == 0
+        assert terminal.end(typed) == 0
