@@ -18,7 +18,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_ADDITIVE_PENALTY = 2.0
 MAX_STOPS = 256
-MAX_BIASED_IDS = 16_384
+MAX_LISTED_IDS = 16_384
 """Limits of what is looked at for every token; far above what anybody needs."""
 
 
@@ -36,14 +36,14 @@ class SamplingParams:
         top_p: Keep the smallest set of best ids whose probability reaches it, in (0, 1].
         min_p: Keep ids at least that probable relative to the best one, in [0, 1].
         seed: 0 <= seed < 2**64; None lets the engine draw one (and return it).
-        logit_bias: Added to the logits of the given token ids, each in [-100, 100].
+        logit_bias: Added to the logits of the given token ids, each in [-100, 100]; up to 16,384 of them.
         presence_penalty: Subtracted once from every token of the output so far, in [-2, 2].
         frequency_penalty: Subtracted per occurrence in the output so far, in [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output, > 0.
         min_tokens: End-of-sequence and stop ids are masked until the output has that many tokens.
         max_tokens: Longest output; None goes on up to the model's length.
         stop: Up to 256 strings that end the output.
-        stop_token_ids: Up to 256 token ids that end the output, beside the model's own end-of-sequence ids.
+        stop_token_ids: Token ids that end the output, beside the model's own end-of-sequence ids.
         ignore_eos: Go on after the model's end-of-sequence ids.
         include_stop_str_in_output: Leave the stop string in the text.
         logprobs: Return log-probabilities of the chosen token and of that many best ones, 0..20; None returns none.
@@ -181,8 +181,8 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     pairs = value.items() if isinstance(value, Mapping) else None
     if pairs is None:
         raise ValueError(f"logit_bias must map token ids to numbers, got {value!r}; use a dict or None")
-    if len(pairs) > MAX_BIASED_IDS:
-        raise ValueError(f"logit_bias must have at most {MAX_BIASED_IDS} token ids, got {len(pairs)}; remove some")
+    if len(pairs) > MAX_LISTED_IDS:
+        raise ValueError(f"logit_bias must have at most {MAX_LISTED_IDS} token ids, got {len(pairs)}; remove some")
     bias = {}
     for key, number in pairs:
         token_id = _integer("logit_bias token id", key, 0, None, "use the ids of the model's tokenizer")
@@ -208,8 +208,8 @@ def _stop_token_ids(value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     ids = _list_or_none(value)
-    if ids is not None and len(ids) > MAX_STOPS:
-        raise ValueError(f"stop_token_ids must have at most {MAX_STOPS} ids, got {len(ids)}; remove some")
+    if ids is not None and len(ids) > MAX_LISTED_IDS:
+        raise ValueError(f"stop_token_ids must have at most {MAX_LISTED_IDS} ids, got {len(ids)}; remove some")
     if ids is None:
         raise ValueError(f"stop_token_ids must be a list of integers, got {value!r}; use stop for strings")
     remedy = "use the ids of the model's tokenizer"

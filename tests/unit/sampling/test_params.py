@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from llm42.sampling.params import MAX_BIASED_IDS, MAX_STOPS, SamplingParams, validate_for_vocab
+from llm42.sampling.params import MAX_LISTED_IDS, MAX_STOPS, SamplingParams, validate_for_vocab
 
 NAN, INF = float("nan"), float("inf")
 
@@ -108,8 +108,8 @@ def test_stop_strings_are_always_a_tuple(stop, strings):
     ("field", "limit", "value_of"),
     [
         ("stop", MAX_STOPS, lambda count: ["x"] * count),
-        ("stop_token_ids", MAX_STOPS, lambda count: [1] * count),
-        ("logit_bias", MAX_BIASED_IDS, lambda count: dict.fromkeys(range(count), 1.0)),
+        ("stop_token_ids", MAX_LISTED_IDS, lambda count: [1] * count),
+        ("logit_bias", MAX_LISTED_IDS, lambda count: dict.fromkeys(range(count), 1.0)),
     ],
 )
 def test_what_is_looked_at_for_every_token_is_limited(field, limit, value_of):
