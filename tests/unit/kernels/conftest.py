@@ -16,11 +16,13 @@ import torch
 from llm42.kernels import NativeKernels
 
 _X86 = platform.machine() in {"x86_64", "AMD64"}
-_AVX2 = _X86 and torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
+_AVX512 = _X86 and torch.backends.cpu.get_cpu_capability() == "AVX512"
+_AVX2 = _AVX512 or (_X86 and torch.backends.cpu.get_cpu_capability() == "AVX2")
 _VARIANTS = {
     "own": (None, True),
     "x86-64": (("-march=x86-64",), _X86),
     "x86-64-v3": (("-march=x86-64-v3",), _AVX2),
+    "x86-64-v4": (("-march=x86-64-v4",), _AVX512),
 }
 
 

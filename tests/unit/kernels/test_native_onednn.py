@@ -139,22 +139,22 @@ def test_a_dtype_without_kernels_is_refused_with_a_remedy(onednn, monkeypatch):
 # The choice
 
 CPUS = {
-    # avx512, avx512_bf16, what torch gives to oneDNN; what is expected
+    # avx512, amx, what torch gives to oneDNN; what is expected
     "AVX2": (False, False, set(), set()),
     "AVX2 that converts": (False, False, {torch.bfloat16, torch.float16}, set()),
     "AVX-512": (True, False, {torch.bfloat16}, set()),
-    "AVX512-BF16": (True, True, {torch.bfloat16}, {torch.bfloat16}),
+    "AVX512-FP16": (True, False, {torch.bfloat16, torch.float16}, {torch.float16}),
     "AMX, AVX512-FP16": (True, True, {torch.bfloat16, torch.float16}, {torch.bfloat16, torch.float16}),
     "Arm": (False, False, {torch.bfloat16, torch.float16}, set()),
 }
 
 
-@pytest.mark.parametrize(("avx512", "avx512_bf16", "native_gemms", "expected"), CPUS.values(), ids=CPUS)
-def test_they_are_chosen_for_16_bits_where_the_cpu_has_instructions(
-    native, monkeypatch, avx512, avx512_bf16, native_gemms, expected
+@pytest.mark.parametrize(("avx512", "amx", "native_gemms", "expected"), CPUS.values(), ids=CPUS)
+def test_they_are_chosen_for_16_bits_where_the_cpu_has_instructions_that_the_library_does_not_use(
+    native, monkeypatch, avx512, amx, native_gemms, expected
 ):
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(linears, "has_native_gemm", lambda dtype: dtype == torch.float32 or dtype in native_gemms)
     assert {dtype for dtype in DTYPES if has_matrix_instructions(dtype)} == expected
     chosen = NativeKernels(native._flags)

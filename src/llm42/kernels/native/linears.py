@@ -1,7 +1,8 @@
 """Linear layers and embeddings of the native backend: the library's own, or oneDNN's.
 
 The library's own give a row the same bits at every row count. oneDNN's, by way of PyTorch, take the place of them where
-the CPU multiplies 16-bit matrices itself; at which row counts they agree is measured (`llm42.kernels.atlas`).
+the CPU has matrix instructions that the library does not use; at which row counts they agree is measured
+(`llm42.kernels.atlas`).
 Invariant: weights are packed once and kept in no other form, but for what `OneDnnLinears.tied_lm_head` says.
 """
 
@@ -143,10 +144,11 @@ class OneDnnLinears(Linears):
 
 
 def has_matrix_instructions(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has kernels for a 16-bit dtype in instructions of this CPU: AVX512-BF16, AVX512-FP16 or AMX."""
+    """Whether oneDNN has kernels for a 16-bit dtype in instructions that the library does not use: AMX, AVX512-FP16."""
     if dtype == torch.bfloat16:
-        # PyTorch hands bf16 to oneDNN on every AVX-512 CPU; without AVX512-BF16 (AMX implies it) that is emulation.
-        return has_native_gemm(dtype) and bool(torch.cpu._is_avx512_bf16_supported())  # noqa: SLF001
+        # PyTorch hands bf16 to oneDNN on every AVX-512 CPU. With AVX512-BF16 the library is as fast for many rows and
+        # faster for few; without, that is emulation.
+        return has_native_gemm(dtype) and bool(torch.cpu._is_amx_tile_supported())  # noqa: SLF001
     # CPUs with fp16 in AVX2 only convert it, as the library does.
     return dtype == torch.float16 and has_native_gemm(dtype) and bool(torch.cpu._is_avx512_supported())  # noqa: SLF001
 

@@ -1,11 +1,12 @@
 // Linear layers over packed weights, for CPUs whose libraries have no kernels for the model's dtype, and for fp32.
 //
 // Invariant: y[m][n] is one fp32 accumulator that takes x[m][k] * w[n][k] for k = 0, 1, ... in this order, by fused
-// multiply-adds, then the bias. How many rows there are, how they are tiled and which thread does it changes the order
-// of different outputs' work and never of one: all row counts are one shape class, at any number of threads.
+// multiply-adds or, for brain floats with AVX512-BF16, by that instruction for two k at a time; then the bias. How many
+// rows there are, how they are tiled and which thread does it changes the order of different outputs' work and never of
+// one: all row counts are one shape class, at any number of threads.
 //
 // Weights are packed once, into panels of kLanes outputs: [panel][k][lane]. 16-bit brain floats lie in pairs of k, so
-// that a 32-bit lane holds two and one shift or mask widens eight or sixteen of them.
+// that a 32-bit lane holds two: what AVX512-BF16 multiplies, and what one shift or mask widens elsewhere.
 #include <algorithm>
 #include <vector>
 
@@ -51,13 +52,30 @@ INLINE void widen_panel(const BFloat16* w, int64_t depth, float* to) {
   }
 }
 
+// What a row's inputs become before they are multiplied: floats, or pairs of brain floats where those are multiplied as
+// they are.
+template <class T>
+struct Inputs {
+  using Type = float;
+  static constexpr int64_t kStep = 1;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Inputs<BFloat16> {
+  using Type = uint32_t;
+  static constexpr int64_t kStep = 2;
+};
+#endif
+template <class T>
+using Input = typename Inputs<T>::Type;
+
 template <class T>
 INLINE int64_t place(int64_t k, int64_t lane) {
   constexpr int64_t step = Panel<T>::kStep;
   return (k / step * kLanes + lane) * step + k % step;
 }
 
-// acc += x * panels, for x [depth][kRows].
+// acc += x * panels, for x [depth][kRows] and panels of floats or halves ...
 template <class T, int kRows, int kPanels>
 INLINE void multiply(const float* x, const T* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
   for (int64_t k = 0; k < depth; ++k) {
@@ -69,9 +87,9 @@ INLINE void multiply(const float* x, const T* w, int64_t stride, int64_t depth, 
     }
   }
 }
+// ... or of brain floats, which are widened ...
 template <int kRows, int kPanels>
-INLINE void multiply_pairs(const float* x, const BFloat16* w, int64_t stride, int64_t depth,
-                           Vec (&acc)[kRows][kPanels]) {
+INLINE void multiply(const float* x, const BFloat16* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
   for (int64_t k = 0; k < depth; k += 2) {
     Word pair[kPanels];
@@ -89,34 +107,51 @@ INLINE void multiply_pairs(const float* x, const BFloat16* w, int64_t stride, in
     }
   }
 }
+#if defined(__AVX512BF16__)
+// ... or multiplied as they are, for x [depth / 2][kRows] of pairs.
+template <int kRows, int kPanels>
+INLINE void multiply(const uint32_t* x, const BFloat16* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
+  for (int64_t k = 0; k < depth / 2; ++k) {
+    Word b[kPanels];
+    for (int p = 0; p < kPanels; ++p) {
+      b[p] = load_words(words + p * stride / 2 + k * kLanes);
+      // The next panels come from memory while these are worked on.
+      __builtin_prefetch(words + (kPanels + p) * stride / 2 + k * kLanes, 0, 2);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const Word a = set1_words(x[k * kRows + r]);
+      for (int p = 0; p < kPanels; ++p) acc[r][p] = add_products(acc[r][p], a, b[p]);
+    }
+  }
+}
+#endif
 
+template <class X>
 struct Tile {
-  const float* x;  // [depth][rows]
+  const X* x;  // [depth][rows]
   int64_t stride;  // of a panel
   int64_t depth;
   float* acc;  // [rows][panels][kLanes]
   bool is_first;
 };
 
-template <class T, int kRows, int kPanels>
-void run_tile(const Tile& tile, const T* w) {
+template <int kRows, int kPanels, class X, class T>
+void run_tile(const Tile<X>& tile, const T* w) {
   Vec acc[kRows][kPanels];
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kPanels; ++p)
       acc[r][p] = tile.is_first ? zero() : load(tile.acc + (r * kPanels + p) * kLanes);
-  if constexpr (Panel<T>::kStep == 2)
-    multiply_pairs<kRows, kPanels>(tile.x, w, tile.stride, tile.depth, acc);
-  else
-    multiply<T, kRows, kPanels>(tile.x, w, tile.stride, tile.depth, acc);
+  multiply(tile.x, w, tile.stride, tile.depth, acc);
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kPanels; ++p) store(tile.acc + (r * kPanels + p) * kLanes, acc[r][p]);
 }
 
-template <class T, int kPanels, int kRows = 1>
-INLINE void run_rows(int rows, const Tile& tile, const T* w) {
+template <int kPanels, int kRows = 1, class X, class T>
+INLINE void run_rows(int rows, const Tile<X>& tile, const T* w) {
   if constexpr (kRows * kPanels <= 2 * kMaxTile && kRows <= kMaxTile) {
-    if (rows == kRows) return run_tile<T, kRows, kPanels>(tile, w);
-    run_rows<T, kPanels, kRows + 1>(rows, tile, w);
+    if (rows == kRows) return run_tile<kRows, kPanels>(tile, w);
+    run_rows<kPanels, kRows + 1>(rows, tile, w);
   }
 }
 
@@ -131,17 +166,18 @@ struct Split {
 // Rows in blocks, and a block's rows in tiles: even ones, since small tiles do not fill the pipelines.
 inline Split blocks_of(int64_t rows) { return {rows, (rows + kRowBlock - 1) / kRowBlock}; }
 inline Split tiles_of(int64_t rows) {
-  const int64_t most = rows <= 3 ? 3 : kMaxTile;
+  const int64_t most = rows * 4 <= 2 * kMaxTile ? kMaxTile / 2 : kMaxTile;
   return {rows, (rows + most - 1) / most};
 }
 
 template <class T>
 struct Linear {
-  const float* x;  // the tiles one after another, each [padded k][rows of the tile]
+  const Input<T>* x;  // the tiles one after another, each [padded k / kStep][rows of the tile]
   int64_t rows, k, padded_k, n;
   const T* packed;
   const float* bias;
   T* out;
+  static constexpr bool kMayWiden = sizeof(T) < sizeof(float) && std::is_same_v<Input<T>, float>;
 
   // Rows first_row.. of `rows`, outputs of `kPanels` panels from `panel` on.
   template <int kPanels>
@@ -153,7 +189,7 @@ struct Linear {
     for (int64_t start = 0; start < padded_k; start += depth) {
       const T* w = packed + panel * stride + start * kLanes;
       const int64_t block = std::min(depth, padded_k - start);
-      const bool is_widened = sizeof(T) < sizeof(float) && kPanels <= 2 && tiles.pieces >= kWidenTiles;
+      const bool is_widened = kMayWiden && kPanels <= 2 && tiles.pieces >= kWidenTiles;
       if (is_widened)
         for (int p = 0; p < kPanels; ++p) widen_panel(w + p * stride, block, wide + p * block * kLanes);
       const Split next{is_widened ? kPanels * block * kLanes * int64_t{sizeof(T)} : 0, tiles.pieces};  // bytes
@@ -162,12 +198,14 @@ struct Linear {
         for (int64_t byte = next.begin(t) / 64 * 64; byte < next.begin(t + 1); byte += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(w + kPanels * stride) + byte, 0, 2);
         const int64_t first = tiles.begin(t), height = tiles.size(t);
-        const Tile tile{x + (first_row + first) * padded_k + start * height, is_widened ? block * kLanes : stride, block,
-                        acc + first * kPanels * kLanes, start == 0};
-        if (is_widened)
-          run_rows<float, kPanels>(int(height), tile, wide);
-        else
-          run_rows<T, kPanels>(int(height), tile, w);
+        const Input<T>* from = x + ((first_row + first) * padded_k + start * height) / Inputs<T>::kStep;
+        float* to = acc + first * kPanels * kLanes;
+        if constexpr (kMayWiden)
+          if (is_widened) {
+            run_rows<kPanels>(int(height), Tile<float>{from, block * kLanes, block, to, start == 0}, wide);
+            continue;
+          }
+        run_rows<kPanels>(int(height), Tile<Input<T>>{from, stride, block, to, start == 0}, w);
       }
     }
     for (int64_t r = 0; r < num_rows; ++r)
@@ -183,12 +221,12 @@ struct Linear {
   // Outputs of the panels begin..end for `num_rows` rows.
   void panels(int64_t begin, int64_t end, int64_t row, int64_t num_rows) const {
     alignas(64) float acc[2 * kRowBlock * kLanes];
-    alignas(64) float wide[2 * (kDepth + 2) * kLanes];
+    alignas(64) float wide[kMayWiden ? 2 * (kDepth + 2) * kLanes : 1];
     int64_t panel = begin;
     // Few rows have few accumulators: more panels side by side hide the latency of each.
     if (num_rows == 1)
       for (; panel + 8 <= end; panel += 8) group<8>(panel, row, num_rows, acc, wide);
-    if (num_rows <= 3)
+    if (num_rows * 4 <= 2 * kMaxTile)
       for (; panel + 4 <= end; panel += 4) group<4>(panel, row, num_rows, acc, wide);
     for (; panel + 2 <= end; panel += 2) group<2>(panel, row, num_rows, acc, wide);
     for (; panel < end; ++panel) group<1>(panel, row, num_rows, acc, wide);
@@ -206,13 +244,20 @@ void place_row(const T* x, int64_t k, int64_t padded_k, int64_t height, float* t
   }
   for (; i < padded_k; ++i) to[i * height] = i < k ? widen(x[i]) : 0.0f;
 }
+// One row in pairs.
+inline void place_row(const BFloat16* x, int64_t k, int64_t, int64_t height, uint32_t* to) {
+  for (int64_t i = 0; i < k / 2; ++i) std::memcpy(to + i * height, x + 2 * i, sizeof(*to));
+  if (k % 2 != 0) to[k / 2 * height] = x[k - 1].bits;
+}
 
 template <class T>
 void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, int64_t k, const float* bias, T* out) {
   const int64_t padded_k = (k + Panel<T>::kStep - 1) / Panel<T>::kStep * Panel<T>::kStep;
-  float* wide = scratch(rows * padded_k);
+  const int64_t row_size = padded_k / Inputs<T>::kStep;
+  static_assert(sizeof(Input<T>) == sizeof(float));
+  Input<T>* inputs = reinterpret_cast<Input<T>*>(scratch(rows * row_size));
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
-  const Linear<T> work{wide, rows, k, padded_k, n, packed, bias, out};
+  const Linear<T> work{inputs, rows, k, padded_k, n, packed, bias, out};
   const Split blocks = blocks_of(rows);
   const int64_t chunk = std::max<int64_t>(rows == 1 ? 8 : 4, num_panels / 256 / 8 * 8);
   const int64_t num_chunks = (num_panels + chunk - 1) / chunk;
@@ -223,7 +268,7 @@ void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, i
       const int64_t block = blocks.begin(blocks.piece_of(row));
       const Split tiles = tiles_of(blocks.size(blocks.piece_of(row)));
       const int64_t tile = tiles.piece_of(row - block), first = block + tiles.begin(tile);
-      place_row(x + row * ldx, k, padded_k, tiles.size(tile), wide + first * padded_k + (row - first));
+      place_row(x + row * ldx, k, padded_k, tiles.size(tile), inputs + first * row_size + (row - first));
     }
     // Small pieces, taken as they come: a thread that the system holds up does not hold up the others.
 #pragma omp for schedule(dynamic, 1) nowait

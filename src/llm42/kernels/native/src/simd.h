@@ -94,6 +94,11 @@ INLINE Word load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 INLINE Vec low_half(Word x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 INLINE Vec high_half(Word x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000)))); }
 INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+#if defined(__AVX512BF16__)
+INLINE Word set1_words(uint32_t x) { return _mm512_set1_epi32(int(x)); }
+// c + a * b for the two brain floats in each 32-bit word, the high one first. Subnormal numbers count as zero.
+INLINE Vec add_products(Vec c, Word a, Word b) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#endif
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
