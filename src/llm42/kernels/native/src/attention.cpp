@@ -1,21 +1,20 @@
 // Attention of flat rows over paged KV: decode rows, verification windows and prompt chunks in one call.
 //
 // Invariant: what makes up a row's result, and in which order, follows from its position and the window alone. Keys
-// come in tiles of kKeyTile positions, counted from position 0; scores add the lanes of one fixed tree; a tile's
-// weights and values are added in order of position; the online softmax (arXiv 2205.14135, algorithm 1) rescales once
-// a tile. Positions past the row, or outside its window, are neither scored nor added. Rows of a segment share nothing
-// but the tile's keys and values, widened to fp32 once for all of them.
+// come in tiles of kKeyTile positions, counted from position 0, and each query takes them in order (attention_tile.h).
+// Positions past the row, or outside its window, have no part in it. Rows of a segment share nothing but the tile's
+// keys and values, brought into a form for arithmetic once for all of them.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
+#include "attention_tile.h"
 #include "common.h"
-#include "simd.h"
 
 namespace llm42 {
 namespace {
 
-constexpr int kKeyTile = 32;
-constexpr int kRowTile = 16;     // rows of a segment that share a widened tile of keys and values
+constexpr int kRowTile = 16;     // rows of a segment that share a tile of keys and values
 constexpr int kMergedQueries = 48;  // an item takes all heads together up to so many queries
 
 struct Segment {
@@ -28,81 +27,9 @@ struct Shape {
   int64_t kv_stride;  // elements between two slots
   float scale;
   int64_t group() const { return heads / kv_heads; }
-  int64_t padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+  int64_t padded_dim() const { return round_up(head_dim, kLanes); }
   int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
-
-// One row of one head on its way over the tiles.
-struct Query {
-  int64_t position;
-  float* q;  // [padded_dim], scaled
-  float* result;  // [padded_dim]
-  float highest;
-  float total[kLanes];
-};
-
-template <class T>
-void widen_row(const T* from, int64_t count, int64_t padded, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  for (; i < padded; ++i) to[i] = i < count ? widen(from[i]) : 0.0f;
-}
-
-// scores[j] = q . keys[j] for the first `count` keys, rounded up to eight.
-void score(const float* q, const float* keys, int64_t dim, int64_t count, float* scores) {
-  for (int64_t j = 0; j < count; j += 8) {
-    Vec sum[8];
-    for (int i = 0; i < 8; ++i) sum[i] = zero();
-    const float* k = keys + j * dim;
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      const Vec a = load(q + d);
-      for (int i = 0; i < 8; ++i) sum[i] = fma(a, load(k + i * dim + d), sum[i]);
-    }
-    sum_lanes_of_8(sum, scores + j);
-  }
-}
-
-// result[d] = result[d] * decay + sum over j of weights[j] * values[j][d], for kVectors vectors of d.
-template <int kVectors>
-INLINE void accumulate(const float* weights, const float* values, int64_t dim, int64_t begin, int64_t end, Vec decay,
-                       float* result) {
-  Vec sum[kVectors];
-  for (int v = 0; v < kVectors; ++v) sum[v] = load(result + v * kLanes) * decay;
-  for (int64_t j = begin; j < end; ++j) {
-    const Vec weight = set1(weights[j]);
-    for (int v = 0; v < kVectors; ++v) sum[v] = fma(weight, load(values + j * dim + v * kLanes), sum[v]);
-  }
-  for (int v = 0; v < kVectors; ++v) store(result + v * kLanes, sum[v]);
-}
-
-void add_tile(Query& query, const Shape& shape, int64_t start, const float* keys, const float* values) {
-  const int64_t begin = std::max<int64_t>(0, shape.first_visible(query.position) - start);
-  const int64_t end = std::min<int64_t>(kKeyTile, query.position + 1 - start);
-  if (begin >= end) return;
-  const int64_t dim = shape.padded_dim();
-  constexpr float kHidden = -std::numeric_limits<float>::infinity();
-  alignas(64) float weights[kKeyTile];
-  score(query.q, keys, dim, end, weights);
-  const int64_t width = (end + kLanes - 1) / kLanes * kLanes;
-  std::fill(weights, weights + begin, kHidden);
-  std::fill(weights + end, weights + width, kHidden);
-  Vec highest = load(weights);
-  for (int64_t j = kLanes; j < width; j += kLanes) highest = max(highest, load(weights + j));
-  const float new_highest = std::max(query.highest, max_lanes(highest));
-  const Vec decay = exp(set1(query.highest - new_highest));
-  Vec total = load(query.total) * decay;
-  for (int64_t j = 0; j < width; j += kLanes) {
-    const Vec weight = exp(load(weights + j) - set1(new_highest));
-    store(weights + j, weight);
-    total = total + weight;
-  }
-  store(query.total, total);
-  query.highest = new_highest;
-  int64_t d = 0;
-  for (; d + 8 * kLanes <= dim; d += 8 * kLanes) accumulate<8>(weights, values + d, dim, begin, end, decay, query.result + d);
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) accumulate<4>(weights, values + d, dim, begin, end, decay, query.result + d);
-  for (; d < dim; d += kLanes) accumulate<1>(weights, values + d, dim, begin, end, decay, query.result + d);
-}
 
 // Rows of a segment and KV heads that a thread works on at a time.
 struct Item {
@@ -119,75 +46,78 @@ struct Attention {
   T* out;  // [rows][heads * head_dim]
   Shape shape;
 
-  int64_t max_queries() const { return std::max<int64_t>(kRowTile * shape.group(), kMergedQueries); }
-
   // Memory of a work item: a tile of keys and one of values, and the queries.
-  int64_t scratch_size() const { return (2 * kKeyTile + 2 * max_queries()) * shape.padded_dim(); }
-
-  // Elements before the key (or value) of a position and head.
-  int64_t place(const Segment& segment, int64_t position, int64_t kv_head) const {
-    const int64_t block = segment.blocks[position / shape.block_size];
-    return (block * shape.block_size + position % shape.block_size) * shape.kv_stride + kv_head * shape.head_dim;
+  int64_t q_size() const { return round_up((shape.head_dim + Factors<T>::kStep - 1) / Factors<T>::kStep, kLanes); }
+  int64_t max_queries() const { return std::max<int64_t>(kRowTile * shape.group(), kMergedQueries); }
+  int64_t tile_size() const { return kKeyTile * (q_size() + shape.padded_dim()); }
+  int64_t scratch_size() const {
+    return round_up(tile_size() + max_queries() * (q_size() + shape.padded_dim() + kLanes + 1), kLanes);
   }
 
-  void widen_tile(const Segment& segment, int64_t start, int64_t count, int64_t kv_head, float* k, float* v) const {
-    const int64_t dim = shape.padded_dim();
-    for (int64_t j = 0; j < count;) {
-      const int64_t page = std::min(count - j, shape.block_size - (start + j) % shape.block_size);
-      int64_t from = place(segment, start + j, kv_head);
-      for (int64_t i = 0; i < page; ++i, ++j, from += shape.kv_stride) {
-        widen_row(keys + from, shape.head_dim, dim, k + j * dim);
-        widen_row(values + from, shape.head_dim, dim, v + j * dim);
-      }
+  // Bytes before the keys (and values) of the positions begin..end of a head, in its own memory; at most a tile of them.
+  int64_t locate(const Segment& segment, int64_t begin, int64_t end, int64_t* places) const {
+    const int64_t slot_bytes = shape.kv_stride * int64_t{sizeof(T)};
+    for (int64_t position = begin; position < end;) {
+      const int64_t page = position / shape.block_size, page_end = std::min((page + 1) * shape.block_size, end);
+      int64_t place = (segment.blocks[page] * shape.block_size + position - page * shape.block_size) * slot_bytes;
+      for (; position < page_end; ++position, place += slot_bytes) *places++ = place;
     }
+    return std::max<int64_t>(0, end - begin);
   }
 
-  // Asks for the keys and values of the positions begin..end: a few at a time, since memory takes only so many requests.
-  void prefetch(const Segment& segment, int64_t begin, int64_t end, int64_t kv_head) const {
-    const int64_t bytes = shape.head_dim * int64_t{sizeof(T)};
-    for (int64_t position = begin; position < end; ++position) {
-      const int64_t from = place(segment, position, kv_head);
-      for (int64_t byte = 0; byte < bytes; byte += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(keys + from) + byte);
-        __builtin_prefetch(reinterpret_cast<const char*>(values + from) + byte);
-      }
+  // The item's queries before the first tile.
+  Queries<T> begin(const Item& item, float* memory, int64_t* positions) const {
+    const int64_t dim = shape.padded_dim(), count = item.num_heads * item.count * shape.group();
+    float* q_factors = memory;
+    float* results = q_factors + count * q_size();
+    float* totals = results + count * dim;
+    float* highest = totals + count * kLanes;
+    std::fill(results, highest, 0.0f);
+    std::fill(highest, highest + count, -std::numeric_limits<float>::max());
+    for (int64_t i = 0; i < count; ++i) {
+      positions[i] = item.segment->start + row_of(item, i) - item.segment->row;
+      const T* from = q + row_of(item, i) * ldq + head_of(item, i) * shape.head_dim;
+      for (int64_t f = 0; f < q_size(); f += kLanes)
+        store(q_factors + i * q_size() + f, load_factors(from, f, shape.head_dim));
     }
+    return {reinterpret_cast<const Factor<T>*>(q_factors), positions, highest, totals, results, q_size(), dim};
   }
 
-  void run(const Item& item, float* memory, Query* queries) const {
-    const Segment& segment = *item.segment;
-    const int64_t dim = shape.padded_dim(), group = shape.group(), per_head = item.count * group;
-    float* k = memory;
-    float* v = k + kKeyTile * dim;
-    float* q_memory = v + kKeyTile * dim;
-    for (int64_t i = 0; i < item.num_heads * per_head; ++i) {
-      Query& query = queries[i];
-      query.position = segment.start + item.first + i % per_head / group;
-      query.q = q_memory + 2 * i * dim;
-      query.result = query.q + dim;
-      query.highest = -std::numeric_limits<float>::max();
-      std::fill(query.total, query.total + kLanes, 0.0f);
-      std::fill(query.result, query.result + dim, 0.0f);
-      widen_row(q + row_of(item, i) * ldq + head_of(item, i) * shape.head_dim, shape.head_dim, dim, query.q);
-      for (int64_t d = 0; d < dim; ++d) query.q[d] *= shape.scale;
-    }
-    const int64_t first = segment.start + item.first, last = first + item.count - 1;
-    for (int64_t start = shape.first_visible(first) / kKeyTile * kKeyTile; start <= last; start += kKeyTile)
-      for (int64_t head = 0; head < item.num_heads; ++head) {
-        widen_tile(segment, start, std::min<int64_t>(kKeyTile, last + 1 - start), item.kv_head + head, k, v);
-        const int64_t next = start + kKeyTile;
-        for (int64_t i = 0; i < per_head; ++i) {
-          prefetch(segment, next + kKeyTile * i / per_head, std::min(next + kKeyTile * (i + 1) / per_head, last + 1),
-                   item.kv_head + head);
-          add_tile(queries[head * per_head + i], shape, start, k, v);
-        }
-      }
-    for (int64_t i = 0; i < item.num_heads * per_head; ++i) {
+  // The item's results after the last tile.
+  void end(const Item& item, const Queries<T>& queries) const {
+    for (int64_t i = 0; i < item.num_heads * item.count * shape.group(); ++i) {
       T* to = out + (row_of(item, i) * shape.heads + head_of(item, i)) * shape.head_dim;
-      const Vec inverse = set1(1.0f / sum_lanes(load(queries[i].total)));
-      for (int64_t d = 0; d < shape.head_dim; d += kLanes)
-        store_first(to + d, load(queries[i].result + d) * inverse, int(std::min<int64_t>(kLanes, shape.head_dim - d)));
+      const Vec inverse = set1(1.0f / sum_lanes(load(queries.totals + i * kLanes)));
+      for (int64_t d = 0; d < shape.head_dim; d += kLanes)  // + 0: no zero keeps its sign
+        store_first(to + d, fma(load(queries.results + i * queries.dim + d), inverse, zero()),
+                    int(std::min<int64_t>(kLanes, shape.head_dim - d)));
     }
+  }
+
+  void run(const Item& item, float* memory, int64_t* positions) const {
+    const Queries<T> queries = begin(item, memory + tile_size(), positions);
+    Factor<T>* k = reinterpret_cast<Factor<T>*>(memory);
+    float* v = memory + kKeyTile * q_size();
+    auto first_visible = [&](int64_t position) { return shape.first_visible(position); };
+    const int64_t first = item.segment->start + item.first, stop = first + item.count;
+    const int64_t per_head = item.count * shape.group(), head_bytes = shape.head_dim * int64_t{sizeof(T)};
+    int64_t places[2][kKeyTile], *here = places[0], *next = places[1];
+    int64_t start = shape.first_visible(first) / kKeyTile * kKeyTile, next_size;
+    int64_t size = locate(*item.segment, start, std::min(start + kKeyTile, stop), here);
+    for (; size > 0; start += kKeyTile, size = next_size, std::swap(here, next)) {
+      next_size = locate(*item.segment, start + kKeyTile, std::min(start + 2 * kKeyTile, stop), next);
+      for (int64_t head = 0; head < item.num_heads; ++head) {
+        const char* of_keys = reinterpret_cast<const char*>(keys) + (item.kv_head + head) * head_bytes;
+        const char* of_values = reinterpret_cast<const char*>(values) + (item.kv_head + head) * head_bytes;
+        Upcoming upcoming{of_keys, of_values, next, next_size, head_bytes};
+        pack_keys<T>(of_keys, here, size, shape.head_dim, q_size(), k, upcoming);
+        widen_values<T>(of_values, here, size, shape.head_dim, queries.dim, v, upcoming);
+        for (int64_t i = 0; i < per_head; i += kBlockQueries)
+          add_tile(queries.from(head * per_head + i), std::min<int64_t>(kBlockQueries, per_head - i), first_visible, start,
+                   shape.scale, k, v, upcoming);
+      }
+    }
+    end(item, queries);
   }
 
   // Row of the pass and head of an item's query; queries are ordered by KV head, row, head.
@@ -220,9 +150,9 @@ void attention(const Attention<T>& work, const std::vector<Segment>& segments) {
   float* memory = scratch(size * omp_get_max_threads());
 #pragma omp parallel
   {
-    std::vector<Query> queries(work.max_queries());
+    std::vector<int64_t> positions(work.max_queries());
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i) work.run(items[i], memory + size * thread_index(), queries.data());
+    for (size_t i = 0; i < items.size(); ++i) work.run(items[i], memory + size * thread_index(), positions.data());
   }
 }
 

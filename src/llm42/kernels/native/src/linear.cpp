@@ -52,23 +52,6 @@ INLINE void widen_panel(const BFloat16* w, int64_t depth, float* to) {
   }
 }
 
-// What a row's inputs become before they are multiplied: floats, or pairs of brain floats where those are multiplied as
-// they are.
-template <class T>
-struct Inputs {
-  using Type = float;
-  static constexpr int64_t kStep = 1;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct Inputs<BFloat16> {
-  using Type = uint32_t;
-  static constexpr int64_t kStep = 2;
-};
-#endif
-template <class T>
-using Input = typename Inputs<T>::Type;
-
 template <class T>
 INLINE int64_t place(int64_t k, int64_t lane) {
   constexpr int64_t step = Panel<T>::kStep;
@@ -115,13 +98,13 @@ INLINE void multiply(const uint32_t* x, const BFloat16* w, int64_t stride, int64
   for (int64_t k = 0; k < depth / 2; ++k) {
     Word b[kPanels];
     for (int p = 0; p < kPanels; ++p) {
-      b[p] = load_words(words + p * stride / 2 + k * kLanes);
+      b[p] = load(words + p * stride / 2 + k * kLanes);
       // The next panels come from memory while these are worked on.
       __builtin_prefetch(words + (kPanels + p) * stride / 2 + k * kLanes, 0, 2);
     }
     for (int r = 0; r < kRows; ++r) {
-      const Word a = set1_words(x[k * kRows + r]);
-      for (int p = 0; p < kPanels; ++p) acc[r][p] = add_products(acc[r][p], a, b[p]);
+      const Word a = set1(x[k * kRows + r]);
+      for (int p = 0; p < kPanels; ++p) acc[r][p] = add_products(a, b[p], acc[r][p]);
     }
   }
 }
@@ -172,12 +155,12 @@ inline Split tiles_of(int64_t rows) {
 
 template <class T>
 struct Linear {
-  const Input<T>* x;  // the tiles one after another, each [padded k / kStep][rows of the tile]
+  const Factor<T>* x;  // the tiles one after another, each [padded k / kStep][rows of the tile]
   int64_t rows, k, padded_k, n;
   const T* packed;
   const float* bias;
   T* out;
-  static constexpr bool kMayWiden = sizeof(T) < sizeof(float) && std::is_same_v<Input<T>, float>;
+  static constexpr bool kMayWiden = sizeof(T) < sizeof(float) && std::is_same_v<Factor<T>, float>;
 
   // Rows first_row.. of `rows`, outputs of `kPanels` panels from `panel` on.
   template <int kPanels>
@@ -198,14 +181,14 @@ struct Linear {
         for (int64_t byte = next.begin(t) / 64 * 64; byte < next.begin(t + 1); byte += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(w + kPanels * stride) + byte, 0, 2);
         const int64_t first = tiles.begin(t), height = tiles.size(t);
-        const Input<T>* from = x + ((first_row + first) * padded_k + start * height) / Inputs<T>::kStep;
+        const Factor<T>* from = x + ((first_row + first) * padded_k + start * height) / Factors<T>::kStep;
         float* to = acc + first * kPanels * kLanes;
         if constexpr (kMayWiden)
           if (is_widened) {
             run_rows<kPanels>(int(height), Tile<float>{from, block * kLanes, block, to, start == 0}, wide);
             continue;
           }
-        run_rows<kPanels>(int(height), Tile<Input<T>>{from, stride, block, to, start == 0}, w);
+        run_rows<kPanels>(int(height), Tile<Factor<T>>{from, stride, block, to, start == 0}, w);
       }
     }
     for (int64_t r = 0; r < num_rows; ++r)
@@ -253,9 +236,9 @@ inline void place_row(const BFloat16* x, int64_t k, int64_t, int64_t height, uin
 template <class T>
 void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, int64_t k, const float* bias, T* out) {
   const int64_t padded_k = (k + Panel<T>::kStep - 1) / Panel<T>::kStep * Panel<T>::kStep;
-  const int64_t row_size = padded_k / Inputs<T>::kStep;
-  static_assert(sizeof(Input<T>) == sizeof(float));
-  Input<T>* inputs = reinterpret_cast<Input<T>*>(scratch(rows * row_size));
+  const int64_t row_size = padded_k / Factors<T>::kStep;
+  static_assert(sizeof(Factor<T>) == sizeof(float));
+  Factor<T>* inputs = reinterpret_cast<Factor<T>*>(scratch(rows * row_size));
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
   const Linear<T> work{inputs, rows, k, padded_k, n, packed, bias, out};
   const Split blocks = blocks_of(rows);

@@ -94,10 +94,33 @@ INLINE Word load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 INLINE Vec low_half(Word x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 INLINE Vec high_half(Word x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000)))); }
 INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+INLINE float max_lanes(Vec x) { return _mm512_reduce_max_ps(x); }
+INLINE void transpose(Vec (&x)[kLanes]) {
+  Vec y[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {  // pairs of rows, then fours
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d a = _mm512_castps_pd(y[i + j]), b = _mm512_castps_pd(y[i + j + 2]);
+      x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  for (int i = 0; i < 4; ++i) {  // then the 128-bit parts
+    const Vec a = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88), b = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xdd);
+    const Vec c = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88), d = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xdd);
+    y[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+    y[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+    y[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    y[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+  for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+}
 #if defined(__AVX512BF16__)
-INLINE Word set1_words(uint32_t x) { return _mm512_set1_epi32(int(x)); }
+INLINE Word set1(uint32_t x) { return _mm512_set1_epi32(int(x)); }
 // c + a * b for the two brain floats in each 32-bit word, the high one first. Subnormal numbers count as zero.
-INLINE Vec add_products(Vec c, Word a, Word b) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+INLINE Vec add_products(Word a, Word b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #endif
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -129,6 +152,29 @@ INLINE void store(BFloat16* p, Vec x) {
 INLINE Word load_words(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE Vec low_half(Word x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 INLINE Vec high_half(Word x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000)))); }
+INLINE float max_lanes(Vec x) {
+  const __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 quarter = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+INLINE void transpose(Vec (&x)[kLanes]) {
+  Vec y[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {  // pairs of rows, then fours
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m256d a = _mm256_castps_pd(y[i + j]), b = _mm256_castps_pd(y[i + j + 2]);
+      x[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+      x[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+    }
+  for (int i = 0; i < 4; ++i) {  // then the 128-bit parts
+    y[i] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20);
+    y[i + 4] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
+  }
+  for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+}
 INLINE Vec scale2(Vec x, Vec n) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
@@ -173,6 +219,14 @@ INLINE Word load_words(const uint32_t* p) {
 }
 INLINE Vec low_half(Word x) { return (Vec)(x << 16); }
 INLINE Vec high_half(Word x) { return (Vec)(x & 0xffff0000u); }
+INLINE float max_lanes(Vec x) {
+  const float a = x[1] > x[0] ? x[1] : x[0], b = x[3] > x[2] ? x[3] : x[2];
+  return b > a ? b : a;
+}
+INLINE void transpose(Vec (&x)[kLanes]) {
+  const Vec a = x[0], b = x[1], c = x[2], d = x[3];
+  for (int i = 0; i < kLanes; ++i) x[i] = Vec{a[i], b[i], c[i], d[i]};
+}
 INLINE Vec scale2(Vec x, Vec n) {
   typedef int32_t Int __attribute__((vector_size(16)));
   return x * (Vec)((__builtin_convertvector(n, Int) + 127) << 23);
@@ -206,32 +260,24 @@ INLINE float sum_lanes(Vec x) {
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
 }
-INLINE float max_lanes(Vec x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  float best = lanes[0];
-  for (int i = 1; i < kLanes; ++i) best = lanes[i] > best ? lanes[i] : best;
-  return best;
-}
 
-// out[j] = sum of the lanes of x[j], for eight vectors.
-INLINE void sum_lanes_of_8(const Vec* x, float* out) {
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
-  __m256 y[8];
-  for (int j = 0; j < 8; ++j) {
-#if defined(__AVX512F__)
-    y[j] = _mm256_add_ps(_mm512_castps512_ps256(x[j]), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x[j]), 1)));
-#else
-    y[j] = x[j];
+// What numbers of a dtype are multiplied as: floats, or pairs of brain floats where the CPU multiplies those as they are.
+template <class T>
+struct Factors {
+  using Type = float;
+  static constexpr int64_t kStep = 1;  // numbers in one
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Factors<BFloat16> {
+  using Type = uint32_t;
+  static constexpr int64_t kStep = 2;
+};
+INLINE Word load(const uint32_t* p) { return load_words(p); }
 #endif
-  }
-  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
-  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(y[4], y[5]), _mm256_hadd_ps(y[6], y[7]));
-  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
-#else
-  for (int j = 0; j < 8; ++j) out[j] = sum_lanes(x[j]);
-#endif
-}
+template <class T>
+using Factor = typename Factors<T>::Type;
+INLINE Vec add_products(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
 // e^x to about 1 ulp: x = n ln 2 + r, a polynomial in r (Cephes, expf), times 2^n. Below -87 the result is 0.
 INLINE Vec exp(Vec x) {
