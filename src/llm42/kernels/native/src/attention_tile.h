@@ -63,21 +63,6 @@ struct Queries {
   }
 };
 
-// kLanes factors of a row of `count` numbers, from the i-th factor on, with zeros at the end; as a vector of any bits.
-template <class T>
-INLINE Vec load_factors(const T* x, int64_t i, int64_t count) {
-  constexpr int64_t kStep = Factors<T>::kStep, kWidth = kLanes * kStep;
-  const int64_t left = count - i * kStep;
-  if constexpr (kStep == 1) {
-    return load_first(x + i, int(std::min<int64_t>(kLanes, left)));
-  } else {
-    if (left >= kWidth) return load(reinterpret_cast<const float*>(x + i * kStep));
-    T numbers[kWidth] = {};
-    std::memcpy(numbers, x + i * kStep, left * sizeof(T));
-    return load(reinterpret_cast<const float*>(numbers));
-  }
-}
-
 // Keys of a tile, factor by factor: to[f][kKeyTile]. They begin `places[j]` bytes from `keys`.
 template <class T>
 INLINE void pack_keys(const char* keys, const int64_t* places, int64_t count, int64_t head_dim, int64_t q_size,

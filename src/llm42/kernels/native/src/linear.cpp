@@ -16,7 +16,7 @@
 namespace llm42 {
 namespace {
 
-constexpr int64_t kDepth = 5120 / kLanes;  // k per block: two panels and a tile of rows stay near the first-level cache
+constexpr int64_t kDepth = 640;     // k per block: two panels and a tile of rows stay near the first-level cache
 constexpr int64_t kRowBlock = 128;          // rows whose inputs stay in the second-level cache
 // From so many tiles of rows on, two panels of weights are widened before the tiles and not in their inner loop, which
 // has no registers to spare: twice as fast for many rows.
@@ -146,10 +146,13 @@ struct Split {
   int64_t piece_of(int64_t index) const { return ((index + 1) * pieces - 1) / count; }
 };
 
+// Few rows have few accumulators: more panels side by side hide the latency of each.
+inline bool is_few(int64_t rows) { return rows <= kMaxTile / 2; }
+
 // Rows in blocks, and a block's rows in tiles: even ones, since small tiles do not fill the pipelines.
 inline Split blocks_of(int64_t rows) { return {rows, (rows + kRowBlock - 1) / kRowBlock}; }
 inline Split tiles_of(int64_t rows) {
-  const int64_t most = rows * 4 <= 2 * kMaxTile ? kMaxTile / 2 : kMaxTile;
+  const int64_t most = is_few(rows) ? kMaxTile / 2 : kMaxTile;
   return {rows, (rows + most - 1) / most};
 }
 
@@ -206,53 +209,50 @@ struct Linear {
     alignas(64) float acc[2 * kRowBlock * kLanes];
     alignas(64) float wide[kMayWiden ? 2 * (kDepth + 2) * kLanes : 1];
     int64_t panel = begin;
-    // Few rows have few accumulators: more panels side by side hide the latency of each.
     if (num_rows == 1)
       for (; panel + 8 <= end; panel += 8) group<8>(panel, row, num_rows, acc, wide);
-    if (num_rows * 4 <= 2 * kMaxTile)
+    if (is_few(num_rows))
       for (; panel + 4 <= end; panel += 4) group<4>(panel, row, num_rows, acc, wide);
     for (; panel + 2 <= end; panel += 2) group<2>(panel, row, num_rows, acc, wide);
     for (; panel < end; ++panel) group<1>(panel, row, num_rows, acc, wide);
   }
 };
 
-// One row, widened, into its column of a tile.
+// Factors f.. of a tile's rows, a vector of them, into to[f][height].
 template <class T>
-void place_row(const T* x, int64_t k, int64_t padded_k, int64_t height, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) {
-    float lanes[kLanes];
-    store(lanes, load(x + i));
-    for (int lane = 0; lane < kLanes; ++lane) to[(i + lane) * height] = lanes[lane];
+void pack_rows(const T* x, int64_t ldx, int64_t k, int64_t height, int64_t f, int64_t num_factors, float* to) {
+  for (int64_t row = 0; row < height; row += kLanes) {
+    const int count = int(std::min<int64_t>(kLanes, height - row));
+    Vec of[kLanes];
+    for (int i = 0; i < kLanes; ++i) of[i] = i < count ? load_factors(x + (row + i) * ldx, f, k) : zero();
+    transpose(of);
+    for (int i = 0; i < std::min<int64_t>(kLanes, num_factors - f); ++i) store_first(to + (f + i) * height + row, of[i], count);
   }
-  for (; i < padded_k; ++i) to[i * height] = i < k ? widen(x[i]) : 0.0f;
-}
-// One row in pairs.
-inline void place_row(const BFloat16* x, int64_t k, int64_t, int64_t height, uint32_t* to) {
-  for (int64_t i = 0; i < k / 2; ++i) std::memcpy(to + i * height, x + 2 * i, sizeof(*to));
-  if (k % 2 != 0) to[k / 2 * height] = x[k - 1].bits;
 }
 
 template <class T>
 void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, int64_t k, const float* bias, T* out) {
   const int64_t padded_k = (k + Panel<T>::kStep - 1) / Panel<T>::kStep * Panel<T>::kStep;
-  const int64_t row_size = padded_k / Factors<T>::kStep;
+  const int64_t num_factors = padded_k / Factors<T>::kStep, num_vectors = (num_factors + kLanes - 1) / kLanes;
   static_assert(sizeof(Factor<T>) == sizeof(float));
-  Factor<T>* inputs = reinterpret_cast<Factor<T>*>(scratch(rows * row_size));
+  float* inputs = scratch(rows * num_factors);
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
-  const Linear<T> work{inputs, rows, k, padded_k, n, packed, bias, out};
+  const Linear<T> work{reinterpret_cast<const Factor<T>*>(inputs), rows, k, padded_k, n, packed, bias, out};
   const Split blocks = blocks_of(rows);
-  const int64_t chunk = std::max<int64_t>(rows == 1 ? 8 : 4, num_panels / 256 / 8 * 8);
+  const int64_t chunk = std::max<int64_t>((is_few(rows) ? 64 : 32) / kLanes, num_panels / 256 / 8 * 8);
   const int64_t num_chunks = (num_panels + chunk - 1) / chunk;
 #pragma omp parallel
   {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t block = blocks.begin(blocks.piece_of(row));
-      const Split tiles = tiles_of(blocks.size(blocks.piece_of(row)));
-      const int64_t tile = tiles.piece_of(row - block), first = block + tiles.begin(tile);
-      place_row(x + row * ldx, k, padded_k, tiles.size(tile), inputs + first * row_size + (row - first));
+    for (int64_t i = 0; i < blocks.pieces; ++i) {
+      const Split tiles = tiles_of(blocks.size(i));
+#pragma omp for schedule(static) nowait
+      for (int64_t piece = 0; piece < tiles.pieces * num_vectors; ++piece) {
+        const int64_t tile = piece / num_vectors, first = blocks.begin(i) + tiles.begin(tile);
+        pack_rows(x + first * ldx, ldx, k, tiles.size(tile), piece % num_vectors * kLanes, num_factors,
+                  inputs + first * num_factors);
+      }
     }
+#pragma omp barrier
     // Small pieces, taken as they come: a thread that the system holds up does not hold up the others.
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t piece = 0; piece < blocks.pieces * num_chunks; ++piece) {

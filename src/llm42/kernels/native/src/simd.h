@@ -4,6 +4,7 @@
 // spelled out (the library is built with -ffp-contract=off), so that two loops over the same numbers give the same bits.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -252,6 +253,18 @@ INLINE void store_first(T* p, Vec x, int n) {
   std::memcpy(p, buffer, n * sizeof(T));
 }
 
+INLINE void store_first(float* p, Vec x, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, __mmask16(n >= kLanes ? 0xffff : (1 << n) - 1), x);
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes), x);
+#else
+  if (n >= kLanes) return store(p, x);
+  for (int i = 0; i < n; ++i) p[i] = x[i];
+#endif
+}
+
 // Lanes added pairwise at distance kLanes/2, kLanes/4, ..., 1.
 INLINE float sum_lanes(Vec x) {
   float lanes[kLanes];
@@ -278,6 +291,21 @@ INLINE Word load(const uint32_t* p) { return load_words(p); }
 template <class T>
 using Factor = typename Factors<T>::Type;
 INLINE Vec add_products(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+
+// kLanes factors of a row of `count` numbers, from the i-th factor on, with zeros at the end; as a vector of any bits.
+template <class T>
+INLINE Vec load_factors(const T* x, int64_t i, int64_t count) {
+  constexpr int64_t kStep = Factors<T>::kStep, kWidth = kLanes * kStep;
+  const int64_t left = count - i * kStep;
+  if constexpr (kStep == 1) {
+    return load_first(x + i, int(std::min<int64_t>(kLanes, left)));
+  } else {
+    if (left >= kWidth) return load(reinterpret_cast<const float*>(x + i * kStep));
+    T numbers[kWidth] = {};
+    std::memcpy(numbers, x + i * kStep, left * sizeof(T));
+    return load(reinterpret_cast<const float*>(numbers));
+  }
+}
 
 // e^x to about 1 ulp: x = n ln 2 + r, a polynomial in r (Cephes, expf), times 2^n. Below -87 the result is 0.
 INLINE Vec exp(Vec x) {
