@@ -35,6 +35,8 @@ struct Shape {
 struct Item {
   const Segment* segment;
   int64_t first, count, kv_head, num_heads, cost;
+  int64_t start() const { return segment->start + first; }  // positions
+  int64_t stop() const { return start() + count; }
 };
 
 template <class T>
@@ -94,28 +96,44 @@ struct Attention {
     }
   }
 
-  void run(const Item& item, float* memory, int64_t* positions) const {
+  // Where the keys of an item's next tile lie, from position `start` on, and how many there are.
+  int64_t locate_tile(const Item& item, int64_t start, int64_t* places) const {
+    return locate(*item.segment, start, std::min(start + kKeyTile, item.stop()), places);
+  }
+  int64_t first_tile(const Item& item) const { return shape.first_visible(item.start()) / kKeyTile * kKeyTile; }
+
+  // `follower` is what the thread will probably do next, or null.
+  void run(const Item& item, const Item* follower, float* memory, int64_t* positions) const {
     const Queries<T> queries = begin(item, memory + tile_size(), positions);
     Factor<T>* k = reinterpret_cast<Factor<T>*>(memory);
     float* v = memory + kKeyTile * q_size();
-    auto first_visible = [&](int64_t position) { return shape.first_visible(position); };
-    const int64_t first = item.segment->start + item.first, stop = first + item.count;
     const int64_t per_head = item.count * shape.group(), head_bytes = shape.head_dim * int64_t{sizeof(T)};
+    const bool is_stored = per_head <= kValueQueries && shape.head_dim % kLanes == 0;
     int64_t places[2][kKeyTile], *here = places[0], *next = places[1];
-    int64_t start = shape.first_visible(first) / kKeyTile * kKeyTile, next_size;
-    int64_t size = locate(*item.segment, start, std::min(start + kKeyTile, stop), here);
-    for (; size > 0; start += kKeyTile, size = next_size, std::swap(here, next)) {
-      next_size = locate(*item.segment, start + kKeyTile, std::min(start + 2 * kKeyTile, stop), next);
+    int64_t start = first_tile(item), size = locate_tile(item, start, here);
+    for (; start < item.stop(); start += kKeyTile, std::swap(here, next)) {
+      const Item* then = start + kKeyTile < item.stop() ? &item : follower;
+      const int64_t next_size = then ? locate_tile(*then, then == &item ? start + kKeyTile : first_tile(*then), next) : 0;
       for (int64_t head = 0; head < item.num_heads; ++head) {
         const char* of_keys = reinterpret_cast<const char*>(keys) + (item.kv_head + head) * head_bytes;
         const char* of_values = reinterpret_cast<const char*>(values) + (item.kv_head + head) * head_bytes;
-        Upcoming upcoming{of_keys, of_values, next, next_size, head_bytes};
+        const int64_t moved = then ? (then->kv_head - item.kv_head) * head_bytes : 0;
+        Upcoming upcoming{of_keys + moved, of_values + moved, next, next_size, head_bytes};
         pack_keys<T>(of_keys, here, size, shape.head_dim, q_size(), k, upcoming);
-        widen_values<T>(of_values, here, size, shape.head_dim, queries.dim, v, upcoming);
-        for (int64_t i = 0; i < per_head; i += kBlockQueries)
-          add_tile(queries.from(head * per_head + i), std::min<int64_t>(kBlockQueries, per_head - i), first_visible, start,
-                   shape.scale, k, v, upcoming);
+        auto add = [&](const auto& tile_values) {
+          for (int64_t i = 0; i < per_head; i += kBlockQueries)
+            add_tile(queries.from(head * per_head + i), std::min<int64_t>(kBlockQueries, per_head - i),
+                     [&](int64_t position) { return shape.first_visible(position); }, start, shape.scale, k, tile_values,
+                     upcoming);
+        };
+        if (is_stored) {
+          add(StoredValues<T>{of_values, here});
+        } else {
+          widen_values<T>(of_values, here, size, shape.head_dim, queries.dim, v, upcoming);
+          add(WideValues{v, queries.dim});
+        }
       }
+      size = next_size;
     }
     end(item, queries);
   }
@@ -152,7 +170,7 @@ void attention(const Attention<T>& work, const std::vector<Segment>& segments) {
   {
     std::vector<int64_t> positions(work.max_queries());
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i) work.run(items[i], memory + size * thread_index(), positions.data());
+    for (size_t i = 0; i < items.size(); ++i) work.run(items[i], i + thread_count() < items.size() ? &items[i + thread_count()] : nullptr, memory + size * thread_index(), positions.data());
   }
 }
 

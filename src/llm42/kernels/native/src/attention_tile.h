@@ -13,6 +13,12 @@
 
 #include "simd.h"
 
+#ifndef NP
+#define NP 8
+#endif
+#ifndef NA
+#define NA 1
+#endif
 namespace llm42 {
 
 constexpr int kKeyTile = 32;
@@ -29,8 +35,9 @@ constexpr int kBlockQueries = 12;
 
 INLINE int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-// Keys and values that will be needed next, asked for a line of each at a time between other work: a processor forgets
-// what it is asked for in great numbers at once.
+// Keys and values that will be needed next. They are asked for a few lines at a time between other work, since a
+// processor forgets what it is asked for in great numbers, and into the second-level cache, since the first has fewer
+// requests to memory at once.
 struct Upcoming {
   const char* keys;
   const char* values;
@@ -40,8 +47,8 @@ struct Upcoming {
 
   INLINE void fetch(int lines) {
     for (; lines > 0 && row < count; --lines) {
-      __builtin_prefetch(keys + places[row] + byte);
-      __builtin_prefetch(values + places[row] + byte);
+      __builtin_prefetch(keys + places[row] + byte, 0, 2);
+      __builtin_prefetch(values + places[row] + byte, 0, 2);
       byte += 64;
       if (byte >= bytes) byte = 0, ++row;
     }
@@ -71,7 +78,7 @@ INLINE void pack_keys(const char* keys, const int64_t* places, int64_t count, in
     const T* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) rows[i] = reinterpret_cast<const T*>(keys + places[std::min(j + i, count - 1)]);
     for (int64_t f = 0; f < q_size; f += kLanes) {
-      upcoming.fetch(4);
+      upcoming.fetch(8);
       Vec x[kLanes];
       for (int i = 0; i < kLanes; ++i) x[i] = load_factors(rows[i], f, head_dim);
       transpose(x);
@@ -136,32 +143,48 @@ INLINE void weigh(const Queries<T>& queries, int64_t count, float* scores, float
   }
 }
 
-// results[i] = results[i] * decays[i] + sum over begin <= j < end of weights[i][j] * values[j], for kVectors vectors.
-template <int kCount, int kVectors>
-INLINE void accumulate(const float* weights, const float* decays, const float* values, int64_t dim, int64_t begin,
-                       int64_t end, float* results, Upcoming& upcoming) {
+// The values of a tile as they are stored: for a few queries ...
+template <class T>
+struct StoredValues {
+  const char* values;
+  const int64_t* places;  // in bytes
+  INLINE const T* row(int64_t j) const { return reinterpret_cast<const T*>(values + places[j]); }
+};
+// ... and as `widen_values` leaves them, for many.
+struct WideValues {
+  const float* values;
+  int64_t dim;
+  INLINE const float* row(int64_t j) const { return values + j * dim; }
+};
+
+// results[i] = results[i] * decays[i] + sum over begin <= j < end of weights[i][j] * values[j], for the kVectors vectors
+// from the d-th dimension on.
+template <int kCount, int kVectors, class Values>
+INLINE void accumulate(const float* weights, const float* decays, const Values& values, int64_t d, int64_t dim,
+                       int64_t begin, int64_t end, float* results, Upcoming& upcoming) {
   Vec sum[kCount][kVectors];
   for (int i = 0; i < kCount; ++i)
-    for (int v = 0; v < kVectors; ++v) sum[i][v] = load(results + i * dim + v * kLanes) * set1(decays[i]);
+    for (int v = 0; v < kVectors; ++v) sum[i][v] = load(results + i * dim + d + v * kLanes) * set1(decays[i]);
   for (int64_t j = begin; j < end; ++j) {
     upcoming.fetch(1);
+    const auto* row = values.row(j) + d;
     Vec value[kVectors];
-    for (int v = 0; v < kVectors; ++v) value[v] = load(values + j * dim + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) value[v] = load(row + v * kLanes);
     for (int i = 0; i < kCount; ++i) {
       const Vec weight = set1(weights[i * kKeyTile + j]);
       for (int v = 0; v < kVectors; ++v) sum[i][v] = fma(weight, value[v], sum[i][v]);
     }
   }
   for (int i = 0; i < kCount; ++i)
-    for (int v = 0; v < kVectors; ++v) store(results + i * dim + v * kLanes, sum[i][v]);
+    for (int v = 0; v < kVectors; ++v) store(results + i * dim + d + v * kLanes, sum[i][v]);
 }
-template <int kCount>
-void accumulate(const float* weights, const float* decays, const float* values, int64_t dim, int64_t begin, int64_t end,
+template <int kCount, class Values>
+void accumulate(const float* weights, const float* decays, const Values& values, int64_t dim, int64_t begin, int64_t end,
                 float* results, Upcoming& upcoming) {
   int64_t d = 0;
   for (; d + kValueVectors * kLanes <= dim; d += kValueVectors * kLanes)
-    accumulate<kCount, kValueVectors>(weights, decays, values + d, dim, begin, end, results + d, upcoming);
-  for (; d < dim; d += kLanes) accumulate<kCount, 1>(weights, decays, values + d, dim, begin, end, results + d, upcoming);
+    accumulate<kCount, kValueVectors>(weights, decays, values, d, dim, begin, end, results, upcoming);
+  for (; d < dim; d += kLanes) accumulate<kCount, 1>(weights, decays, values, d, dim, begin, end, results, upcoming);
 }
 
 // function(std::integral_constant<int, n>, first) for consecutive parts of 0..count, each of n <= kMost.
@@ -173,10 +196,10 @@ INLINE void in_parts(int64_t count, int64_t first, Function& function) {
 }
 
 // What a tile adds to a block of at most kBlockQueries queries, which see its positions begin..end at most.
-// `first_visible(position)` is the first position that a query sees; `keys` are packed, `values` [kKeyTile][dim].
-template <class T, class Visible>
+// `first_visible(position)` is the first position that a query sees; `keys` are packed.
+template <class T, class Values, class Visible>
 INLINE void add_tile(const Queries<T>& queries, int64_t count, Visible first_visible, int64_t start, float scale,
-                     const Factor<T>* keys, const float* values, Upcoming& upcoming) {
+                     const Factor<T>* keys, const Values& values, Upcoming& upcoming) {
   const int64_t first = queries.positions[0], last = queries.positions[count - 1];
   const int64_t begin = std::max<int64_t>(0, first_visible(first) - start);
   const int64_t end = std::min<int64_t>(kKeyTile, last + 1 - start);
