@@ -164,13 +164,16 @@ void attention(const Attention<T>& work, const std::vector<Segment>& segments) {
     }
   // The longest first, so that the threads end together; which thread takes which item changes no result.
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-  const int64_t size = work.scratch_size();
+  const int64_t size = work.scratch_size(), num_items = int64_t(items.size());
   float* memory = scratch(size * omp_get_max_threads());
 #pragma omp parallel
   {
     std::vector<int64_t> positions(work.max_queries());
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i) work.run(items[i], i + thread_count() < items.size() ? &items[i + thread_count()] : nullptr, memory + size * thread_index(), positions.data());
+    for (int64_t i = 0; i < num_items; ++i) {
+      const Item* follower = i + thread_count() < num_items ? &items[i + thread_count()] : nullptr;
+      work.run(items[i], follower, memory + size * thread_index(), positions.data());
+    }
   }
 }
 

@@ -13,12 +13,6 @@
 
 #include "simd.h"
 
-#ifndef NP
-#define NP 8
-#endif
-#ifndef NA
-#define NA 1
-#endif
 namespace llm42 {
 
 constexpr int kKeyTile = 32;
@@ -179,8 +173,8 @@ INLINE void accumulate(const float* weights, const float* decays, const Values& 
     for (int v = 0; v < kVectors; ++v) store(results + i * dim + d + v * kLanes, sum[i][v]);
 }
 template <int kCount, class Values>
-void accumulate(const float* weights, const float* decays, const Values& values, int64_t dim, int64_t begin, int64_t end,
-                float* results, Upcoming& upcoming) {
+void accumulate(const float* weights, const float* decays, const Values& values, int64_t dim, int64_t begin,
+                int64_t end, float* results, Upcoming& upcoming) {
   int64_t d = 0;
   for (; d + kValueVectors * kLanes <= dim; d += kValueVectors * kLanes)
     accumulate<kCount, kValueVectors>(weights, decays, values, d, dim, begin, end, results, upcoming);

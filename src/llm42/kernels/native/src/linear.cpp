@@ -226,7 +226,8 @@ void pack_rows(const T* x, int64_t ldx, int64_t k, int64_t height, int64_t f, in
     Vec of[kLanes];
     for (int i = 0; i < kLanes; ++i) of[i] = i < count ? load_factors(x + (row + i) * ldx, f, k) : zero();
     transpose(of);
-    for (int i = 0; i < std::min<int64_t>(kLanes, num_factors - f); ++i) store_first(to + (f + i) * height + row, of[i], count);
+    for (int i = 0; i < std::min<int64_t>(kLanes, num_factors - f); ++i)
+      store_first(to + (f + i) * height + row, of[i], count);
   }
 }
 
