@@ -17,7 +17,7 @@ namespace llm42 {
 namespace {
 
 constexpr int64_t kDepth = 640;     // k per block: two panels and a tile of rows stay near the first-level cache
-constexpr int64_t kRowBlock = 128;          // rows whose inputs stay in the second-level cache
+constexpr int64_t kRowBlock = 128;  // rows whose inputs stay in the second-level cache
 // From so many tiles of rows on, two panels of weights are widened before the tiles and not in their inner loop, which
 // has no registers to spare: twice as fast for many rows.
 constexpr int64_t kWidenTiles = 3;
@@ -60,7 +60,8 @@ INLINE int64_t place(int64_t k, int64_t lane) {
 
 // acc += x * panels, for x [depth][kRows] and panels of floats or halves ...
 template <class T, int kRows, int kPanels>
-INLINE void multiply(const float* x, const T* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
+INLINE void multiply(const float* x, int64_t, const T* w, int64_t stride, int64_t depth,
+                     Vec (&acc)[kRows][kPanels]) {
   for (int64_t k = 0; k < depth; ++k) {
     Vec b[kPanels];
     for (int p = 0; p < kPanels; ++p) b[p] = load(w + p * stride + k * kLanes);
@@ -72,7 +73,8 @@ INLINE void multiply(const float* x, const T* w, int64_t stride, int64_t depth, 
 }
 // ... or of brain floats, which are widened ...
 template <int kRows, int kPanels>
-INLINE void multiply(const float* x, const BFloat16* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
+INLINE void multiply(const float* x, int64_t, const BFloat16* w, int64_t stride, int64_t depth,
+                     Vec (&acc)[kRows][kPanels]) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
   for (int64_t k = 0; k < depth; k += 2) {
     Word pair[kPanels];
@@ -91,19 +93,24 @@ INLINE void multiply(const float* x, const BFloat16* w, int64_t stride, int64_t 
   }
 }
 #if defined(__AVX512BF16__)
-// ... or multiplied as they are, for x [depth / 2][kRows] of pairs.
+// ... or multiplied as they are, for x [kRows][depth] at stride ldx.
 template <int kRows, int kPanels>
-INLINE void multiply(const uint32_t* x, const BFloat16* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels]) {
+INLINE void multiply(const BFloat16* x, int64_t ldx, const BFloat16* w, int64_t stride, int64_t depth,
+                     Vec (&acc)[kRows][kPanels]) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
-  for (int64_t k = 0; k < depth / 2; ++k) {
+  const BFloat16* rows[(kRows + 2) / 3];  // every third, since an address is one of them plus 0, 1 or 2 strides
+  for (int r = 0; r < kRows; r += 3) rows[r / 3] = x + r * ldx;
+  for (int64_t k = 0; k < depth; k += 2) {
     Word b[kPanels];
     for (int p = 0; p < kPanels; ++p) {
-      b[p] = load(words + p * stride / 2 + k * kLanes);
+      b[p] = load(words + (p * stride + k * kLanes) / 2);
       // The next panels come from memory while these are worked on.
-      __builtin_prefetch(words + (kPanels + p) * stride / 2 + k * kLanes, 0, 2);
+      __builtin_prefetch(words + ((kPanels + p) * stride + k * kLanes) / 2, 0, 2);
     }
     for (int r = 0; r < kRows; ++r) {
-      const Word a = set1(x[k * kRows + r]);
+      uint32_t pair;
+      std::memcpy(&pair, rows[r / 3] + r % 3 * ldx + k, sizeof(pair));
+      const Word a = set1(pair);
       for (int p = 0; p < kPanels; ++p) acc[r][p] = add_products(a, b[p], acc[r][p]);
     }
   }
@@ -112,9 +119,8 @@ INLINE void multiply(const uint32_t* x, const BFloat16* w, int64_t stride, int64
 
 template <class X>
 struct Tile {
-  const X* x;  // [depth][rows]
-  int64_t stride;  // of a panel
-  int64_t depth;
+  const X* x;
+  int64_t ldx, stride, depth;  // stride: of a panel
   float* acc;  // [rows][panels][kLanes]
   bool is_first;
 };
@@ -125,7 +131,7 @@ void run_tile(const Tile<X>& tile, const T* w) {
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kPanels; ++p)
       acc[r][p] = tile.is_first ? zero() : load(tile.acc + (r * kPanels + p) * kLanes);
-  multiply(tile.x, w, tile.stride, tile.depth, acc);
+  multiply(tile.x, tile.ldx, w, tile.stride, tile.depth, acc);
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kPanels; ++p) store(tile.acc + (r * kPanels + p) * kLanes, acc[r][p]);
 }
@@ -156,16 +162,32 @@ inline Split tiles_of(int64_t rows) {
   return {rows, (rows + most - 1) / most};
 }
 
+// Inputs as they are multiplied. Packed in fp32: tile after tile, each [k][rows of the tile] ...
+struct PackedInputs {
+  const float* x;
+  int64_t ldx;
+  const float* tile(int64_t row, int64_t height, int64_t k) const { return x + row * ldx + k * height; }
+};
+// ... or where they are: [rows][k].
+template <class T>
+struct PlainInputs {
+  const T* x;
+  int64_t ldx;
+  const T* tile(int64_t row, int64_t, int64_t k) const { return x + row * ldx + k; }
+};
+template <class T>
+constexpr bool kIsPacked = std::is_same_v<Factor<T>, float>;
+
 template <class T>
 struct Linear {
-  const Factor<T>* x;  // the tiles one after another, each [padded k / kStep][rows of the tile]
-  int64_t rows, k, padded_k, n;
+  std::conditional_t<kIsPacked<T>, PackedInputs, PlainInputs<T>> inputs;
+  int64_t k, padded_k, n;
   const T* packed;
   const float* bias;
   T* out;
-  static constexpr bool kMayWiden = sizeof(T) < sizeof(float) && std::is_same_v<Factor<T>, float>;
+  static constexpr bool kMayWiden = kIsPacked<T> && sizeof(T) < sizeof(float);
 
-  // Rows first_row.. of `rows`, outputs of `kPanels` panels from `panel` on.
+  // Rows first_row.., outputs of `kPanels` panels from `panel` on.
   template <int kPanels>
   void group(int64_t panel, int64_t first_row, int64_t num_rows, float* acc, float* wide) const {
     const int64_t stride = Panel<T>::size(k);
@@ -184,14 +206,15 @@ struct Linear {
         for (int64_t byte = next.begin(t) / 64 * 64; byte < next.begin(t + 1); byte += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(w + kPanels * stride) + byte, 0, 2);
         const int64_t first = tiles.begin(t), height = tiles.size(t);
-        const Factor<T>* from = x + ((first_row + first) * padded_k + start * height) / Factors<T>::kStep;
+        const auto* from = inputs.tile(first_row + first, height, start);
         float* to = acc + first * kPanels * kLanes;
         if constexpr (kMayWiden)
           if (is_widened) {
-            run_rows<kPanels>(int(height), Tile<float>{from, block * kLanes, block, to, start == 0}, wide);
+            run_rows<kPanels>(int(height), Tile<float>{from, 0, block * kLanes, block, to, start == 0}, wide);
             continue;
           }
-        run_rows<kPanels>(int(height), Tile<Factor<T>>{from, stride, block, to, start == 0}, w);
+        using X = std::decay_t<decltype(*from)>;
+        run_rows<kPanels>(int(height), Tile<X>{from, inputs.ldx, stride, block, to, start == 0}, w);
       }
     }
     for (int64_t r = 0; r < num_rows; ++r)
@@ -218,42 +241,51 @@ struct Linear {
   }
 };
 
-// Factors f.. of a tile's rows, a vector of them, into to[f][height].
+// Packs rows in fp32, with the threads of a parallel region.
 template <class T>
-void pack_rows(const T* x, int64_t ldx, int64_t k, int64_t height, int64_t f, int64_t num_factors, float* to) {
-  for (int64_t row = 0; row < height; row += kLanes) {
-    const int count = int(std::min<int64_t>(kLanes, height - row));
-    Vec of[kLanes];
-    for (int i = 0; i < kLanes; ++i) of[i] = i < count ? load_factors(x + (row + i) * ldx, f, k) : zero();
-    transpose(of);
-    for (int i = 0; i < std::min<int64_t>(kLanes, num_factors - f); ++i)
-      store_first(to + (f + i) * height + row, of[i], count);
+void pack_inputs(const T* x, int64_t ldx, int64_t k, const Split& blocks, const PackedInputs& inputs) {
+  const int64_t num_vectors = (k + kLanes - 1) / kLanes;
+  for (int64_t block = 0; block < blocks.pieces; ++block) {
+    const Split tiles = tiles_of(blocks.size(block));
+#pragma omp for schedule(static) nowait
+    for (int64_t piece = 0; piece < tiles.pieces * num_vectors; ++piece) {
+      const int64_t tile = piece / num_vectors, i = piece % num_vectors * kLanes, height = tiles.size(tile);
+      const int64_t first = blocks.begin(block) + tiles.begin(tile), width = std::min<int64_t>(kLanes, inputs.ldx - i);
+      float* to = const_cast<float*>(inputs.tile(first, height, i));
+      for (int64_t row = 0; row < height; row += kLanes) {
+        const int count = int(std::min<int64_t>(kLanes, height - row));
+        Vec columns[kLanes];
+        for (int r = 0; r < kLanes; ++r)
+          columns[r] = r < count ? load_first(x + (first + row + r) * ldx + i, int(std::min(width, k - i))) : zero();
+        transpose(columns);
+        for (int64_t c = 0; c < width; ++c) store_first(to + c * height + row, columns[c], count);
+      }
+    }
   }
+#pragma omp barrier
 }
 
 template <class T>
 void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, int64_t k, const float* bias, T* out) {
   const int64_t padded_k = (k + Panel<T>::kStep - 1) / Panel<T>::kStep * Panel<T>::kStep;
-  const int64_t num_factors = padded_k / Factors<T>::kStep, num_vectors = (num_factors + kLanes - 1) / kLanes;
-  static_assert(sizeof(Factor<T>) == sizeof(float));
-  float* inputs = scratch(rows * num_factors);
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
-  const Linear<T> work{reinterpret_cast<const Factor<T>*>(inputs), rows, k, padded_k, n, packed, bias, out};
+  Linear<T> work{{}, k, padded_k, n, packed, bias, out};
+  if constexpr (kIsPacked<T>) {
+    work.inputs = {scratch(rows * padded_k), padded_k};
+  } else if (k == padded_k) {
+    work.inputs = {x, ldx};
+  } else {  // the partner of the last number has to be zero
+    T* padded = reinterpret_cast<T*>(scratch(rows * padded_k / 2 + 1));
+    std::memset(static_cast<void*>(padded), 0, rows * padded_k * sizeof(T));
+    for (int64_t row = 0; row < rows; ++row) std::memcpy(padded + row * padded_k, x + row * ldx, k * sizeof(T));
+    work.inputs = {padded, padded_k};
+  }
   const Split blocks = blocks_of(rows);
   const int64_t chunk = std::max<int64_t>((is_few(rows) ? 64 : 32) / kLanes, num_panels / 256 / 8 * 8);
   const int64_t num_chunks = (num_panels + chunk - 1) / chunk;
 #pragma omp parallel
   {
-    for (int64_t i = 0; i < blocks.pieces; ++i) {
-      const Split tiles = tiles_of(blocks.size(i));
-#pragma omp for schedule(static) nowait
-      for (int64_t piece = 0; piece < tiles.pieces * num_vectors; ++piece) {
-        const int64_t tile = piece / num_vectors, first = blocks.begin(i) + tiles.begin(tile);
-        pack_rows(x + first * ldx, ldx, k, tiles.size(tile), piece % num_vectors * kLanes, num_factors,
-                  inputs + first * num_factors);
-      }
-    }
-#pragma omp barrier
+    if constexpr (kIsPacked<T>) pack_inputs(x, ldx, k, blocks, work.inputs);
     // Small pieces, taken as they come: a thread that the system holds up does not hold up the others.
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t piece = 0; piece < blocks.pieces * num_chunks; ++piece) {
