@@ -22,9 +22,9 @@ constexpr int64_t kRowBlock = 128;  // rows whose inputs stay in the second-leve
 // has no registers to spare: twice as fast for many rows.
 constexpr int64_t kWidenTiles = 3;
 #if defined(__AVX512F__)
-constexpr int kMaxTile = 12;
+constexpr int kMaxTile = 14, kFewRows = 6;  // x 2 or 4 vectors: accumulators of 32 registers
 #else
-constexpr int kMaxTile = 6;  // x 2 vectors: twelve accumulators of sixteen registers
+constexpr int kMaxTile = 6, kFewRows = 3;  // of 16 registers
 #endif
 
 template <class T>
@@ -153,12 +153,12 @@ struct Split {
 };
 
 // Few rows have few accumulators: more panels side by side hide the latency of each.
-inline bool is_few(int64_t rows) { return rows <= kMaxTile / 2; }
+inline bool is_few(int64_t rows) { return rows <= kFewRows; }
 
 // Rows in blocks, and a block's rows in tiles: even ones, since small tiles do not fill the pipelines.
 inline Split blocks_of(int64_t rows) { return {rows, (rows + kRowBlock - 1) / kRowBlock}; }
 inline Split tiles_of(int64_t rows) {
-  const int64_t most = is_few(rows) ? kMaxTile / 2 : kMaxTile;
+  const int64_t most = is_few(rows) ? kFewRows : kMaxTile;
   return {rows, (rows + most - 1) / most};
 }
 
@@ -223,7 +223,7 @@ struct Linear {
         const int width = int(std::min<int64_t>(kLanes, n - column));
         Vec y = load(acc + (r * kPanels + p) * kLanes);
         if (bias != nullptr) y = y + load_first(bias + column, width);
-        store_first(out + (first_row + r) * n + column, y, width);
+        store_products(out + (first_row + r) * n + column, y, width);
       }
   }
 

@@ -292,6 +292,15 @@ template <class T>
 using Factor = typename Factors<T>::Type;
 INLINE Vec add_products(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
+// Stores the first n sums of products. AVX512-BF16 counts subnormal ones as zero here too.
+template <class T>
+INLINE void store_products(T* p, Vec x, int n) { store_first(p, x, n); }
+#if defined(__AVX512BF16__)
+INLINE void store_products(BFloat16* p, Vec x, int n) {
+  _mm256_mask_storeu_epi16(p, __mmask16(n >= kLanes ? 0xffff : (1 << n) - 1), (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
+
 // kLanes factors of a row of `count` numbers, from the i-th factor on, with zeros at the end; as a vector of any bits.
 template <class T>
 INLINE Vec load_factors(const T* x, int64_t i, int64_t count) {
