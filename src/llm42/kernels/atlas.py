@@ -26,7 +26,7 @@ from llm42.protocol.shape_class import VERIFICATION_ROWS, ShapeClass
 logger = logging.getLogger(__name__)
 
 # Every count where a pass is cheap and padding would show, then coarser: what passes are padded up to.
-BUCKETS = (*range(1, 17), *range(18, 65, 2), *range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
+BUCKETS = (*range(1, 17), *range(18, 65, 2), *range(68, 129, 4), *range(136, 257, 8), *range(272, 513, 16))
 LOGIT_BUCKETS = tuple(count for count in BUCKETS if count <= 64)
 _HUGE = 1.0e4
 _VERSION = 4
