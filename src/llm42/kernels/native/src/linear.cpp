@@ -241,25 +241,43 @@ struct Linear {
   }
 };
 
+// Numbers begin..end of a tile's rows, into their columns.
+template <class T>
+void pack_tile(const T* x, int64_t ldx, int64_t k, int64_t height, int64_t begin, int64_t end, float* to) {
+  if (height == 1) {  // nothing to transpose
+    for (int64_t i = begin; i < end; i += kLanes)
+      store_first(to + i, load_first(x + i, int(std::min<int64_t>(kLanes, k - i))), int(std::min<int64_t>(kLanes, end - i)));
+    return;
+  }
+  for (int64_t row = 0; row < height; row += kLanes) {
+    const int count = int(std::min<int64_t>(kLanes, height - row));
+    for (int64_t i = begin; i < end; i += kLanes) {
+      Vec columns[kLanes];
+      for (int r = 0; r < kLanes; ++r)
+        columns[r] = r < count ? load_first(x + (row + r) * ldx + i, int(std::min<int64_t>(kLanes, k - i))) : zero();
+      transpose(columns);
+      for (int64_t c = 0; c < std::min<int64_t>(kLanes, end - i); ++c) {
+        // What a whole vector writes too much, the next ones overwrite.
+        const bool is_overwritten = height <= kLanes && (i + c) * height + kLanes <= end * height;
+        store_first(to + (i + c) * height + row, columns[c], is_overwritten ? kLanes : count);
+      }
+    }
+  }
+}
+
 // Packs rows in fp32, with the threads of a parallel region.
 template <class T>
 void pack_inputs(const T* x, int64_t ldx, int64_t k, const Split& blocks, const PackedInputs& inputs) {
-  const int64_t num_vectors = (k + kLanes - 1) / kLanes;
+  constexpr int64_t kWidth = 64;
+  const int64_t num_pieces = (k + kWidth - 1) / kWidth;  // of a tile
   for (int64_t block = 0; block < blocks.pieces; ++block) {
     const Split tiles = tiles_of(blocks.size(block));
 #pragma omp for schedule(static) nowait
-    for (int64_t piece = 0; piece < tiles.pieces * num_vectors; ++piece) {
-      const int64_t tile = piece / num_vectors, i = piece % num_vectors * kLanes, height = tiles.size(tile);
-      const int64_t first = blocks.begin(block) + tiles.begin(tile), width = std::min<int64_t>(kLanes, inputs.ldx - i);
-      float* to = const_cast<float*>(inputs.tile(first, height, i));
-      for (int64_t row = 0; row < height; row += kLanes) {
-        const int count = int(std::min<int64_t>(kLanes, height - row));
-        Vec columns[kLanes];
-        for (int r = 0; r < kLanes; ++r)
-          columns[r] = r < count ? load_first(x + (first + row + r) * ldx + i, int(std::min(width, k - i))) : zero();
-        transpose(columns);
-        for (int64_t c = 0; c < width; ++c) store_first(to + c * height + row, columns[c], count);
-      }
+    for (int64_t piece = 0; piece < tiles.pieces * num_pieces; ++piece) {
+      const int64_t tile = piece / num_pieces, begin = piece % num_pieces * kWidth;
+      const int64_t first = blocks.begin(block) + tiles.begin(tile);
+      pack_tile(x + first * ldx, ldx, k, tiles.size(tile), begin, std::min(begin + kWidth, inputs.ldx),
+                const_cast<float*>(inputs.tile(first, 0, 0)));
     }
   }
 #pragma omp barrier

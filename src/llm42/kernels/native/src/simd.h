@@ -253,18 +253,6 @@ INLINE void store_first(T* p, Vec x, int n) {
   std::memcpy(p, buffer, n * sizeof(T));
 }
 
-INLINE void store_first(float* p, Vec x, int n) {
-#if defined(__AVX512F__)
-  _mm512_mask_storeu_ps(p, __mmask16(n >= kLanes ? 0xffff : (1 << n) - 1), x);
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes), x);
-#else
-  if (n >= kLanes) return store(p, x);
-  for (int i = 0; i < n; ++i) p[i] = x[i];
-#endif
-}
-
 // Lanes added pairwise at distance kLanes/2, kLanes/4, ..., 1.
 INLINE float sum_lanes(Vec x) {
   float lanes[kLanes];
