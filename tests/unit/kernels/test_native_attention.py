@@ -209,6 +209,22 @@ def test_what_a_row_may_not_see_is_never_read(any_native, dtype, window):
             assert torch.equal(found[0], case.whole[position]), (position, garbage)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_zero_keeps_no_sign_that_later_positions_could_change(any_native, dtype):
+    """A row whose sum underflows to -0; beside a row that sees more, 0 times the value there is added to it."""
+    keys, values = torch.zeros(3, 1, 16), torch.full((3, 1, 16), -0.0)
+    keys[0] = -20.0  # a weight of e^-80
+    values[0], values[2] = -1.0e-15, 1.0
+    paged = Paged.empty(any_native, kv_heads=1, head_dim=16, dtype=dtype)
+    paged.put([2], keys.to(dtype), values.to(dtype))
+    q = torch.ones(3, 1, 16, dtype=dtype)
+    alone = paged.attend([RowSegment(0, 1, 1, [2])], q[:1])[0]
+    together = paged.attend([RowSegment(0, 0, 3, [2])], q)[1]
+    assert torch.equal(alone, torch.zeros(16, dtype=dtype))
+    assert not alone.signbit().any()
+    assert not together.signbit().any()
+
+
 def late(paged, segments, q, *, window):
     """Every row sees the position after its own."""
     moved = [RowSegment(s.row, s.start + 1, s.length, s.blocks) for s in segments]

@@ -1,7 +1,7 @@
 """The native backend: the kernel interface on top of the C++ library.
 
 Invariant: whatever a row is computed with, and in which order, is written down in the sources; only where the CPU has
-matrix instructions for the model's dtype are linear layers oneDNN's (`linears`), and their shape classes are measured.
+matrix instructions that these do not use are linear layers oneDNN's (`linears`), and their shape classes are measured.
 Tensors that go to the library are contiguous in their last dimension and on the CPU.
 """
 
@@ -73,7 +73,7 @@ class NativeKernels(Kernels):
     Args:
         flags: Instruction set flags for the compiler; by default this machine's.
         linears: Whose linear layers to use for every dtype, the library's own or oneDNN's; by default oneDNN's for
-            those dtypes that this CPU has matrix instructions for.
+            those dtypes that this CPU has matrix instructions for which the library does not use.
 
     Raises:
         NativeBuildError: The library cannot be built here.
