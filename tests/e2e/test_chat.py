@@ -73,12 +73,12 @@ class Terminal:
         Typed again while nothing happens: readline prints its prompt before it waits for keys, and a signal in between
         is not noticed until the next key.
         """
-        self.type(typed)
-        while True:
-            if not self._has_more(within_s=3.0):
-                self.type(typed)
-            elif not self._read():
-                return self._process.wait()
+        for _ in range(20):
+            self.type(typed)
+            while self._has_more(within_s=3.0):
+                if not self._read():
+                    return self._process.wait()
+        raise AssertionError(f"the chat does not end by {typed!r}")
 
     def close(self):
         if self._process.poll() is None:

@@ -1,4 +1,4 @@
-// Linear layers over packed weights, for CPUs whose libraries have no kernels for the model's dtype, and for fp32.
+// Linear layers over packed weights.
 //
 // Invariant: y[m][n] is one fp32 accumulator that takes x[m][k] * w[n][k] for k = 0, 1, ... in this order, by fused
 // multiply-adds or, for brain floats with AVX512-BF16, by that instruction for two k at a time; then the bias. How many
@@ -149,7 +149,6 @@ struct Split {
   int64_t count, pieces;
   int64_t begin(int64_t piece) const { return count * piece / pieces; }
   int64_t size(int64_t piece) const { return begin(piece + 1) - begin(piece); }
-  int64_t piece_of(int64_t index) const { return ((index + 1) * pieces - 1) / count; }
 };
 
 // Few rows have few accumulators: more panels side by side hide the latency of each.
@@ -244,17 +243,19 @@ struct Linear {
 // Numbers begin..end of a tile's rows, into their columns.
 template <class T>
 void pack_tile(const T* x, int64_t ldx, int64_t k, int64_t height, int64_t begin, int64_t end, float* to) {
+  auto load_row = [&](int64_t row, int64_t i) {
+    return load_first(x + row * ldx + i, int(std::min<int64_t>(kLanes, k - i)));
+  };
   if (height == 1) {  // nothing to transpose
     for (int64_t i = begin; i < end; i += kLanes)
-      store_first(to + i, load_first(x + i, int(std::min<int64_t>(kLanes, k - i))), int(std::min<int64_t>(kLanes, end - i)));
+      store_first(to + i, load_row(0, i), int(std::min<int64_t>(kLanes, end - i)));
     return;
   }
   for (int64_t row = 0; row < height; row += kLanes) {
     const int count = int(std::min<int64_t>(kLanes, height - row));
     for (int64_t i = begin; i < end; i += kLanes) {
       Vec columns[kLanes];
-      for (int r = 0; r < kLanes; ++r)
-        columns[r] = r < count ? load_first(x + (row + r) * ldx + i, int(std::min<int64_t>(kLanes, k - i))) : zero();
+      for (int r = 0; r < kLanes; ++r) columns[r] = r < count ? load_row(row + r, i) : zero();
       transpose(columns);
       for (int64_t c = 0; c < std::min<int64_t>(kLanes, end - i); ++c) {
         // What a whole vector writes too much, the next ones overwrite.
