@@ -2,8 +2,9 @@
 
 A class is measured, never assumed. For each linear and each bucket (a row count that the engine may use) a pass holds
 one probe row at many indices among hostile neighbours. A bucket is usable if all its probe rows are equal; buckets
-with equal bits in every layer form a class. The canonical class is the largest one, so that it covers verification,
-prefill and as many decode passes as can be; the lm_head, which runs on fewer rows, has its own.
+with equal bits in every layer form a class. 16-bit outputs round away nearly every difference in the order of a sum, so
+there are also probe rows whose sums cancel (`_cancelling_rows`). The canonical class is the largest one, so that it
+covers verification, prefill and as many decode passes as can be; the lm_head, which runs on fewer rows, has its own.
 
 Source of the method: LLM-42 (arXiv 2601.17768) for shape-consistent kernels; the classes are this project's.
 """
@@ -15,7 +16,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 BUCKETS = (*range(1, 17), *range(18, 65, 2), *range(68, 129, 4), *range(136, 257, 8), *range(272, 513, 16))
 LOGIT_BUCKETS = tuple(count for count in BUCKETS if count <= 64)
 _HUGE = 1.0e4
-_VERSION = 4
+_VERSION = 5
+_NUM_CANCELLING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,11 @@ def measure(
     seconds = dict.fromkeys(row_counts, 0.0)
     for name, linear in layers.items():
         bits[name] = {}
+        cancelling = _cancelling_rows(kernels, linear)
         for rows in row_counts:
-            x, places = _rows(linear, rows, _HUGE)
-            started = time.perf_counter()
-            y = kernels.linear(x, linear)
-            seconds[rows] += time.perf_counter() - started
-            if (found := _bits(y, places)) is not None:
+            found, took = _probe(kernels, linear, cancelling, rows, _HUGE)
+            seconds[rows] += took
+            if found is not None:
                 bits[name][rows] = found
     head = {rows: found for rows in logit_row_counts if (found := probe(kernels, lm_head, rows)) is not None}
     classes = {name: _classes({rows: (found,) for rows, found in of.items()}) for name, of in bits.items()}
@@ -111,16 +112,37 @@ def still_holds(atlas: Atlas, kernels: Kernels, layers: Mapping[str, PreparedLin
     for linears, canonical in ((layers.values(), atlas.rows), ((lm_head,), atlas.logit_rows)):
         counts = {canonical.row_counts[0], canonical.usual}
         for linear in linears:
-            found = {probe(kernels, linear, rows, scale) for rows in counts for scale in (1.0, _HUGE)}
+            cancelling = _cancelling_rows(kernels, linear)
+            found = {_probe(kernels, linear, cancelling, rows, s)[0] for rows in counts for s in (1.0, _HUGE)}
             if len(found) != 1 or None in found:
                 return False
     return True
 
 
 def probe(kernels: Kernels, linear: PreparedLinear, rows: int, neighbours: float = _HUGE) -> bytes | None:
-    """The bits of a fixed probe row in a pass of ``rows``; None if they depend on its index or its neighbours."""
+    """The bits of fixed probe rows in passes of ``rows``; None if they depend on their index or their neighbours."""
+    return _probe(kernels, linear, _cancelling_rows(kernels, linear), rows, neighbours)[0]
+
+
+def _probe(
+    kernels: Kernels, linear: PreparedLinear, cancelling: torch.Tensor, rows: int, neighbours: float
+) -> tuple[bytes | None, float]:
+    """As `probe`, and the seconds that the linear took."""
     x, places = _rows(linear, rows, neighbours)
-    return _bits(kernels.linear(x, linear), places)
+    started = time.perf_counter()
+    y = kernels.linear(x, linear)
+    seconds = time.perf_counter() - started
+    found = {-1: _bits(y, places)}
+    # A bias would hide what does not cancel; it is added after the sum.
+    unbiased = replace(linear, bias=None)
+    for first in range(0, len(cancelling), len(places)):
+        order = [(first + i) % len(cancelling) for i in range(len(places))]
+        x[places] = cancelling[order]
+        y = kernels.linear(x, unbiased)
+        for index in set(order):
+            found[index] = _bits(y, [place for place, of in zip(places, order, strict=True) if of == index])
+    usable = [bits for _, bits in sorted(found.items()) if bits is not None]
+    return b"".join(usable) if len(usable) == len(found) else None, seconds
 
 
 def _rows(linear: PreparedLinear, rows: int, neighbours: float) -> tuple[torch.Tensor, list[int]]:
@@ -134,12 +156,36 @@ def _rows(linear: PreparedLinear, rows: int, neighbours: float) -> tuple[torch.T
     return x.to(linear.weight.device), places
 
 
+def _cancelling_rows(kernels: Kernels, linear: PreparedLinear) -> torch.Tensor:
+    """Rows ``[4, in_features]``: two inputs of each cancel in one output, exactly, and are huge beside the rest.
+
+    With weights u and v for the inputs a and b, x[a] = s v and x[b] = -s u: while one of both is in the sum, the other
+    terms lose their last bits, and which terms those are follows from the order. What remains shows it in 16 bits too.
+    """
+    generator = torch.Generator().manual_seed(43)
+    size = linear.in_features
+    pairs = [
+        (0, size - 1),
+        *(torch.randperm(size, generator=generator)[:2].tolist() for _ in range(_NUM_CANCELLING - 1)),
+    ]
+    x = torch.randn((_NUM_CANCELLING, size), generator=generator) * 2.0**-8
+    if size == 1:
+        return x.to(linear.weight.device, linear.dtype)
+    # A row with a single 1 gives the weights of its input, in whatever form the backend keeps them.
+    units = torch.zeros((2 * _NUM_CANCELLING, size), dtype=linear.dtype)
+    units[range(len(units)), [index for pair in pairs for index in pair]] = 1.0
+    weights = kernels.linear(units.to(linear.weight.device), replace(linear, bias=None)).cpu().float()
+    for row, (a, b), of in zip(x, pairs, weights.view(_NUM_CANCELLING, 2, -1), strict=True):
+        u, v = of[:, of.abs().amin(0).argmax()]
+        scale = 13 - torch.frexp(torch.maximum(u.abs(), v.abs()))[1]
+        row[a], row[b] = torch.ldexp(v, scale), -torch.ldexp(u, scale)
+    return x.to(linear.weight.device, linear.dtype)
+
+
 def _bits(y: torch.Tensor, places: list[int]) -> bytes | None:
     """The bits of the rows at these places; None if they are not all the same."""
-    y = y[places].cpu()
-    if not torch.equal(y, y[:1].expand_as(y)):
-        return None
-    return y[0].contiguous().view(torch.uint8).numpy().tobytes()
+    found = y[places].cpu().view(torch.uint8)
+    return None if (found != found[:1]).any() else found[0].numpy().tobytes()
 
 
 def _classes(bits: Mapping[int, tuple[bytes, ...]]) -> tuple[tuple[int, ...], ...]:
