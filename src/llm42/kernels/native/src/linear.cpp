@@ -163,7 +163,7 @@ inline Split tiles_of(int64_t rows) {
 
 // Inputs as they are multiplied. Packed in fp32: tile after tile, each [k][rows of the tile] ...
 struct PackedInputs {
-  const float* x;
+  float* x;
   int64_t ldx;
   const float* tile(int64_t row, int64_t height, int64_t k) const { return x + row * ldx + k * height; }
 };
@@ -278,7 +278,7 @@ void pack_inputs(const T* x, int64_t ldx, int64_t k, const Split& blocks, const 
       const int64_t tile = piece / num_pieces, begin = piece % num_pieces * kWidth;
       const int64_t first = blocks.begin(block) + tiles.begin(tile);
       pack_tile(x + first * ldx, ldx, k, tiles.size(tile), begin, std::min(begin + kWidth, inputs.ldx),
-                const_cast<float*>(inputs.tile(first, 0, 0)));
+                inputs.x + first * inputs.ldx);
     }
   }
 #pragma omp barrier
