@@ -163,7 +163,7 @@ class Oracle:
 
     def kv_of(self, num_positions: int) -> torch.Tensor:
         """Canonical KV ``[layers, 2, positions, heads, head_dim]`` of the request that ran last."""
-        return self.kv.data[:, :, self._size : self._size + num_positions]
+        return self.kv.read(torch.arange(self._size, self._size + num_positions))
 
 
 @dataclass

@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from llm42.kernels import Kernels, KVPool, RowBatch, RowSegment
+from llm42.kernels import Kernels, KVPool, KVShape, RowBatch, RowSegment
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -162,30 +163,33 @@ class Paged:
     kernels: Kernels
     pool: KVPool
     block_size: int
+    num_blocks: int
 
     @classmethod
     def empty(cls, kernels, *, kv_heads, head_dim, dtype, block_size=4, num_blocks=100, garbage=0.0) -> Paged:
         """A pool that holds ``garbage`` everywhere but in the reserved block."""
-        pool = KVPool(
-            num_layers=1,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=CPU,
-        )
-        pool.data[:, :, block_size:] = garbage
-        return cls(kernels, pool, block_size)
+        pool = kernels.new_kv_pool(KVShape(1, num_blocks * block_size, kv_heads, head_dim), dtype, CPU)
+        pool.write(torch.arange(block_size, num_blocks * block_size), torch.tensor(garbage))
+        return cls(kernels, pool, block_size, num_blocks)
 
     @property
-    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def kv(self) -> Any:
+        """What the kernels take."""
         return self.pool.layer(0)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots."""
+        return torch.arange(self.num_blocks * self.block_size)
+
+    def read(self, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Keys and values ``[2, slots, kv_heads, head_dim]``."""
+        return self.pool.read(torch.as_tensor(slots))[0]
 
     def put(self, blocks: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a sequence ``[length, kv_heads, head_dim]`` from position 0 on into its pages."""
         slots = [blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(len(keys))]
-        self.kv[0][slots], self.kv[1][slots] = keys, values
+        self.pool.write(torch.tensor(slots), torch.stack((keys, values))[None])
 
     def attend(
         self, segments: Sequence[RowSegment], q: torch.Tensor, *, window: int | None = None, num_rows: int | None = None

@@ -129,7 +129,7 @@ class _SpotCheck:
 
     def _read(self) -> torch.Tensor:
         """The KV of the rows, as integers: bits are compared, and NaN equals itself."""
-        return self._kv.data[:, :, self._slots.to(self._kv.data.device)].view(torch.uint8)
+        return self._kv.read(self._slots).contiguous().view(torch.uint8)
 
 
 def _rows_with_logits(segment: Segment, index: int, row: int) -> Iterator[_LogitRow]:

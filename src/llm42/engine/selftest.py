@@ -73,19 +73,18 @@ class _Probe:
         self._start = KEY_TILE - length // 2
         self._tokens = [(7 * position + 3) % decoder.config.vocab_size for position in range(length)]
         self.num_pages = -(-(self._start + length) // _BLOCK_SIZE)
-        num_layers, two, _, num_kv_heads, head_dim = decoder.new_kv_pool(1, _BLOCK_SIZE).data.shape
-        context = torch.randn(
-            (num_layers, two, self._start, num_kv_heads, head_dim), generator=torch.Generator().manual_seed(1)
-        )
+        like = decoder.new_kv_pool(self.num_pages, _BLOCK_SIZE).read(torch.arange(self._start))
+        context = torch.randn(like.shape, generator=torch.Generator().manual_seed(1))
         self._context = context.to(decoder.device, decoder.dtype)
 
     def run(self, layout: _Layout) -> torch.Tensor:
         """The final hidden states of the probe's rows, ``[length, hidden]``."""
         first_neighbour = max(layout.pages) + 1
-        kv = self._decoder.new_kv_pool(first_neighbour + 2 * self._max_rows, _BLOCK_SIZE)
-        kv.data[:, :, first_neighbour * _BLOCK_SIZE :] = _HUGE
+        num_pages = first_neighbour + 2 * self._max_rows
+        kv = self._decoder.new_kv_pool(num_pages, _BLOCK_SIZE)
+        kv.write(torch.arange(first_neighbour * _BLOCK_SIZE, num_pages * _BLOCK_SIZE), torch.tensor(_HUGE))
         slots = torch.tensor(layout.pages)[:, None] * _BLOCK_SIZE + torch.arange(_BLOCK_SIZE)
-        kv.data[:, :, slots.view(-1)[: self._start].to(kv.data.device)] = self._context
+        kv.write(slots.view(-1)[: self._start], self._context)
         outputs, done = [], 0
         for chunk in layout.chunks:
             offset = min(layout.offset, layout.rows - chunk)

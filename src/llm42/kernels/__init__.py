@@ -6,8 +6,9 @@ shape classes and `llm42.sampling` for the interface of the sampler.
 
 import logging
 
-from llm42.kernels.interface import Kernels, KVPool, PreparedLinear, RowBatch, RowSegment
+from llm42.kernels.interface import Kernels, PreparedLinear, RowBatch, RowSegment
 from llm42.kernels.jitter import JitterKernels
+from llm42.kernels.kv import KVPool, KVShape
 from llm42.kernels.native import NativeBuildError, NativeKernels
 from llm42.kernels.portable import PortableKernels
 
@@ -15,6 +16,7 @@ __all__ = [
     "BACKENDS",
     "JitterKernels",
     "KVPool",
+    "KVShape",
     "Kernels",
     "NativeKernels",
     "PortableKernels",

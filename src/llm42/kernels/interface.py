@@ -7,7 +7,6 @@ KV of the positions up to it.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from llm42.cache.block_pool import PADDING_SLOT
+from llm42.kernels.kv import KVPool, KVShape, RowKV
 from llm42.sampling.backend import SamplerBackend
 from llm42.sampling.torch_sampler import TORCH
 
@@ -57,38 +57,6 @@ class RowBatch:
             blocks = np.asarray(segment.blocks, dtype=np.int64)
             self.positions[rows] = positions
             self.slots[rows] = blocks[positions // block_size] * block_size + positions % block_size
-
-
-class KVPool:
-    """KV memory of all layers, zero at the start.
-
-    Args:
-        num_layers, num_blocks, block_size, num_kv_heads, head_dim: The shape: each layer has keys and values of
-            ``[num_blocks * block_size, num_kv_heads, head_dim]``.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
-        if device.type == "cpu":
-            # Zeroed by the operating system when first touched: memory that is never used is never taken.
-            memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-            self.data = torch.from_numpy(memory).view(dtype).view(shape)
-        else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each ``[num_slots, num_kv_heads, head_dim]``."""
-        return self.data[index, 0], self.data[index, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +133,10 @@ class Kernels(ABC):
         """The output projection with the weights of an embedding: the same object where one form serves both uses."""
         return embedding
 
+    def new_kv_pool(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> KVPool:
+        """KV memory for the operations below."""
+        return RowKV(shape, dtype, device)
+
     @abstractmethod
     def linear(self, x: torch.Tensor, linear: PreparedLinear) -> torch.Tensor:
         """``x [rows, in_features]`` to ``[rows, out_features]``, accumulated in fp32 at least."""
@@ -195,17 +167,16 @@ class Kernels(ABC):
         k: torch.Tensor,
         v: torch.Tensor,
         rope: torch.Tensor | None,
-        kv: tuple[torch.Tensor, torch.Tensor],
+        kv: Any,
     ) -> torch.Tensor:
         """Rotate ``q [rows, heads, head_dim]`` and ``k``, write k and v to the rows' slots, return the rotated q.
 
         ``rope`` is ``[max_positions, 2, head_dim / 2]`` (cos, sin) in fp32; None for layers without rotary embedding.
+        ``kv`` is a layer of a pool of this backend.
         """
 
     @abstractmethod
-    def paged_attention(
-        self, plan: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float, window: int | None
-    ) -> torch.Tensor:
+    def paged_attention(self, plan: Any, q: torch.Tensor, kv: Any, scale: float, window: int | None) -> torch.Tensor:
         """Attention of each row over positions 0..p of its own sequence (the last ``window`` of them, if given).
 
         Returns ``[rows, heads * head_dim]``; padding rows get zeros.

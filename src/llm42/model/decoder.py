@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from llm42.kernels import Kernels, KVPool, PreparedLinear, RowBatch
+from llm42.kernels import Kernels, KVPool, KVShape, PreparedLinear, RowBatch
 from llm42.kernels.interface import DecoderLayer, DecoderStack
 from llm42.model.config import ModelConfig
 
@@ -75,15 +75,9 @@ class Decoder:
 
     def new_kv_pool(self, num_blocks: int, block_size: int) -> KVPool:
         """KV memory of the shape this model needs, zeroed."""
-        return KVPool(
-            num_layers=self.config.num_hidden_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        config = self.config
+        shape = KVShape(config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, config.head_dim)
+        return self.kernels.new_kv_pool(shape, self.dtype, self.device)
 
     def forward(self, token_ids: torch.Tensor, batch: RowBatch, kv: KVPool) -> torch.Tensor:
         """Run the layers over one pass and write its KV.

@@ -251,8 +251,10 @@ class Direct:
 
     def flip_bit(self, request, position, *, layer=1, bit=0):
         """Change one bit of a key, as a cosmic ray or another order of additions would."""
-        value = self.core.runner._kv.data[layer, 0, self.slot(request, position), 0].view(torch.int16)
-        value[3] ^= 1 << bit
+        kv, slots = self.core.runner._kv, torch.tensor([self.slot(request, position)])
+        values = kv.read(slots).contiguous()
+        values[layer, 0, 0, 0].view(torch.int16)[3] ^= 1 << bit
+        kv.write(slots, values)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from llm42.kernels import BACKENDS, KVPool, RowBatch, RowSegment, create_kernels
+from llm42.kernels import BACKENDS, KVPool, KVShape, RowBatch, RowSegment, create_kernels
 from llm42.kernels.attention import QUERY_TILE
 
 CPU = torch.device("cpu")
@@ -20,15 +20,11 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 def pool(num_blocks: int, dtype=torch.float32) -> KVPool:
-    return KVPool(
-        num_layers=1,
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        device=CPU,
-    )
+    return create_kernels("portable").new_kv_pool(KVShape(1, num_blocks * BLOCK, KV_HEADS, HEAD_DIM), dtype, CPU)
+
+
+def fill(kv: KVPool, first_block: int, num_blocks: int, value: float) -> None:
+    kv.write(torch.arange(first_block * BLOCK, num_blocks * BLOCK), torch.tensor(value))
 
 
 def attend(segments, num_rows, kv, q, *, window=None):
@@ -41,7 +37,7 @@ def filled(kv: KVPool, blocks, length: int, seed: int):
     """Random keys and values in the pages, and the same as plain tensors ``[length, heads, dim]``."""
     keys, values = random(length, KV_HEADS, HEAD_DIM, seed=seed), random(length, KV_HEADS, HEAD_DIM, seed=seed + 1)
     slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(length)]
-    kv.data[0, 0, slots], kv.data[0, 1, slots] = keys.to(kv.data.dtype), values.to(kv.data.dtype)
+    kv.write(torch.tensor(slots), torch.stack((keys, values))[None])
     return keys, values
 
 
@@ -77,8 +73,7 @@ def test_attention_bits_do_not_depend_on_chunks_pages_or_neighbours(window):
     whole = attend([RowSegment(0, 0, length, straight)], length, kv, q, window=window)
     scattered = straight[::-1]
     kv = pool(400)
-    kv.data[:] = 1.0e4
-    kv.data[:, :, 0] = 0.0
+    fill(kv, 0, 400, 1.0e4)
     filled(kv, scattered, length, seed=7)
     start = 0
     for chunk in (1, 1, 6, QUERY_TILE, 3, 20, 41, 1, 69):
@@ -98,7 +93,7 @@ def test_what_lies_past_a_rows_position_is_never_read():
     results = []
     for garbage in (0.0, 1.0e30, float("inf"), float("nan")):
         kv = pool(10)
-        kv.data[:, :, BLOCK:] = garbage
+        fill(kv, 1, 10, garbage)
         filled(kv, [4, 5], 6, seed=1)
         results.append(attend([RowSegment(0, 3, 3, [4, 5])], 3, kv, q))
     assert all(torch.equal(result, results[0]) for result in results[1:])
@@ -112,8 +107,10 @@ def test_the_pool_never_holds_an_infinity():
     k = torch.full((2, KV_HEADS, HEAD_DIM), float("inf"), dtype=torch.float16)
     v = torch.full((2, KV_HEADS, HEAD_DIM), float("nan"), dtype=torch.float16)
     kernels.rope_and_store_kv(plan, k.repeat(1, 3, 1), k, v, None, kv.layer(0))
-    assert kv.data.isfinite().all()
-    assert kv.data[0, 0, BLOCK].abs().max() > 0
+    keys, values = kv.read(torch.arange(4 * BLOCK))[0]
+    assert keys.isfinite().all()
+    assert values.isfinite().all()
+    assert keys[BLOCK].abs().max() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

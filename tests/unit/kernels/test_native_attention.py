@@ -63,8 +63,8 @@ def test_attention_of_every_instruction_set_equals_the_formula(any_native, dtype
         paged.put(pages(LENGTH, 4), keys, values)
         found = paged.attend([RowSegment(0, 0, LENGTH, pages(LENGTH, 4))], q, window=window)
         expected = attention(q, keys, values, start=0, scale=head_dim**-0.5, window=window)
-        portable = Paged(PortableKernels(), paged.pool, paged.block_size)
-        portable.pool.data.nan_to_num_()
+        portable = Paged.empty(PortableKernels(), kv_heads=2, head_dim=head_dim, dtype=dtype)
+        portable.put(pages(LENGTH, 4), keys, values)
         other = portable.attend([RowSegment(0, 0, LENGTH, pages(LENGTH, 4))], q, window=window)
         assert_agree(found, other, expected)
 
@@ -191,18 +191,19 @@ def test_a_decode_row_has_the_bits_of_its_prompt_row(native, dtype, heads, kv_he
             assert torch.equal(found, case.whole[start + offset : start + offset + 20])
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_row_may_not_see_is_never_read(any_native, dtype, window):
+def test_what_a_row_may_not_see_is_never_read(any_native, dtype, window, block_size):
     """Garbage past the position and before the window, in the very tile and the very page that the row reads."""
     case = Case.of(any_native, dtype, heads=4, kv_heads=2, head_dim=16, window=window)
     for position in (0, 1, 7, 8, 62, 63, 64, 100, 148):
         for garbage in GARBAGE:
-            paged, table = case.pool()
-            slots = torch.tensor([table[p // 4] * 4 + p % 4 for p in range(LENGTH)])
-            paged.pool.data[:, :, slots[position + 1 :]] = garbage
+            paged, table = case.pool(block_size=block_size)
+            slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(LENGTH)])
+            paged.pool.write(slots[position + 1 :], torch.tensor(garbage))
             if window is not None:
-                paged.pool.data[:, :, slots[: max(0, position - window + 1)]] = garbage
+                paged.pool.write(slots[: max(0, position - window + 1)], torch.tensor(garbage))
             found = paged.attend(
                 [run(position, position + 1, 0, table)], case.q[position : position + 1], window=window
             )
@@ -270,7 +271,7 @@ def test_an_overflow_stays_in_its_row(any_native, dtype):
         fused[9] = value
         q, k, v = fused.unflatten(1, (8, 16)).split((4, 2, 2), dim=1)
         rotated = any_native.rope_and_store_kv(plan, q, k, v, None, paged.kv)
-        assert paged.pool.data.isfinite().all()
+        assert paged.read(paged.slots).isfinite().all()
         results.append(any_native.paged_attention(plan, rotated, paged.kv, 0.25, None))
     before = [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert results[0].isfinite().all()

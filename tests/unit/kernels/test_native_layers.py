@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel_reference import CPU, DTYPES, EPS, random, rope_table, threads
-from llm42.kernels import Kernels, KVPool, NativeKernels, PreparedLinear, RowBatch, RowSegment
+from llm42.kernels import Kernels, KVPool, KVShape, NativeKernels, PreparedLinear, RowBatch, RowSegment
 from llm42.kernels.interface import DecoderLayer, DecoderStack
 from llm42.kernels.native.layers import NativeStack
 
@@ -79,19 +79,17 @@ def make_batch(block_size=BLOCK) -> RowBatch:
     return RowBatch(segments, ROWS, block_size)
 
 
-def make_pool(dtype, seed, block_size=BLOCK) -> KVPool:
+def make_pool(kernels, dtype, seed, block_size=BLOCK) -> KVPool:
     """A pool that holds random keys and values everywhere but in the reserved block."""
-    pool = KVPool(
-        num_layers=LAYERS,
-        num_blocks=NUM_BLOCKS,
-        block_size=block_size,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        device=CPU,
-    )
-    pool.data[:, :, block_size:] = random(*pool.data[:, :, block_size:].shape, seed=seed, dtype=dtype)
+    num_slots = NUM_BLOCKS * block_size
+    pool = kernels.new_kv_pool(KVShape(LAYERS, num_slots, KV_HEADS, HEAD_DIM), dtype, CPU)
+    kv = random(LAYERS, 2, num_slots - block_size, KV_HEADS, HEAD_DIM, seed=seed, dtype=dtype)
+    pool.write(torch.arange(block_size, num_slots), kv)
     return pool
+
+
+def contents(pool, block_size=BLOCK):
+    return pool.read(torch.arange(NUM_BLOCKS * block_size)).contiguous()
 
 
 def embeddings(dtype, seed=9):
@@ -114,21 +112,22 @@ def one_by_one(kernels, stack, x, batch, pool):
 
 def assert_equals_the_loop(kernels, stack, dtype, *, pools=None, block_size=BLOCK, seed=9):
     """One call and the loop, over pools of the same contents: hidden states and KV are equal, and KV was written."""
-    mine, other = pools or (make_pool(dtype, 3, block_size), make_pool(dtype, 3, block_size))
-    assert mine.data.data_ptr() != other.data.data_ptr()
-    assert_same_bits(mine.data, other.data)
+    mine, other = pools or [make_pool(kernels, dtype, 3, block_size) for _ in range(2)]
+    assert mine.layer(0).data_ptr() != other.layer(0).data_ptr()
+    assert_same_bits(contents(mine, block_size), contents(other, block_size))
     batch, x = make_batch(block_size), embeddings(dtype, seed)
     for pool in (mine, other):
-        pool.data[:, :, batch.slots] = 0.25  # not what an earlier call may have written
-    before = mine.data.clone()
+        pool.write(torch.from_numpy(batch.slots), torch.tensor(0.25))  # not what an earlier call may have written
+    before = contents(mine, block_size)
     expected = one_by_one(kernels, stack, x, batch, other)
     found = kernels.run_layers(stack, x, batch, mine)
     assert kernels._stack.is_of(stack, mine, block_size), "it was one call"
     assert_same_bits(found, expected)
-    assert_same_bits(mine.data, other.data)
-    written = torch.zeros(mine.data.shape[2], dtype=torch.bool)
+    after = contents(mine, block_size)
+    assert_same_bits(after, contents(other, block_size))
+    written = torch.zeros(after.shape[2], dtype=torch.bool)
     written[batch.slots] = True
-    assert ((mine.data != before).flatten(3).any(-1) == written).all(), "every layer writes its rows' slots, no others"
+    assert ((after != before).flatten(3).any(-1) == written).all(), "every layer writes its rows' slots, no others"
     return found
 
 
@@ -183,7 +182,7 @@ def test_every_weight_shows_in_the_result(native, dtype):
 
 def assert_pools_in_turn(kernels, dtype):
     stack = make_stack(kernels, dtype)
-    pools = {seed: (make_pool(dtype, seed), make_pool(dtype, seed)) for seed in (3, 4)}
+    pools = {seed: [make_pool(kernels, dtype, seed) for _ in range(2)] for seed in (3, 4)}
     results = [
         assert_equals_the_loop(kernels, stack, dtype, pools=pools[pool], seed=seed)
         for pool, seed in ((3, 10), (4, 11), (3, 12), (4, 11))
@@ -200,7 +199,7 @@ def test_pools_may_take_turns(native, dtype):
 
 def test_decoders_and_block_sizes_may_take_turns(native):
     first, second = (make_stack(native, torch.float32, seed=seed) for seed in (0, 1))
-    pools = make_pool(torch.float32, 3), make_pool(torch.float32, 3)
+    pools = [make_pool(native, torch.float32, 3, 2 * BLOCK) for _ in range(2)]
     results = [
         assert_equals_the_loop(native, stack, torch.float32, pools=pools, seed=seed)
         for stack, seed in ((first, 10), (second, 11), (first, 12), (replace(first, eps=0.5), 13))
@@ -221,17 +220,17 @@ def test_a_call_that_does_not_notice_another_pool_is_noticed(native, monkeypatch
 def test_rows_of_one_call_are_their_own(native):
     """Each segment alone, without padding, has the bits that it has in the crowd."""
     stack, x, batch = make_stack(native, torch.bfloat16), embeddings(torch.bfloat16), make_batch()
-    crowd = native.run_layers(stack, x, batch, make_pool(torch.bfloat16, 3))
+    crowd = native.run_layers(stack, x, batch, make_pool(native, torch.bfloat16, 3))
     for segment in batch.segments:
         rows = slice(segment.row, segment.row + segment.length)
         alone = RowBatch([replace(segment, row=0)], segment.length, BLOCK)
-        found = native.run_layers(stack, x[rows].contiguous(), alone, make_pool(torch.bfloat16, 3))
+        found = native.run_layers(stack, x[rows].contiguous(), alone, make_pool(native, torch.bfloat16, 3))
         assert_same_bits(found, crowd[rows])
 
 
 def test_results_outlive_the_next_call(native):
     """Intermediate results share memory from call to call; what is returned does not."""
-    stack, batch, pool = make_stack(native, torch.float32), make_batch(), make_pool(torch.float32, 3)
+    stack, batch, pool = make_stack(native, torch.float32), make_batch(), make_pool(native, torch.float32, 3)
     first = native.run_layers(stack, embeddings(torch.float32), batch, pool)
     kept = first.clone()
     second = native.run_layers(stack, embeddings(torch.float32, seed=10), batch, pool)

@@ -105,7 +105,7 @@ def test_every_number_goes_in_and_out_unchanged_and_sums_round_as_pytorchs(any_n
 def stored(kernels, dtype, *, rope, head_dim=16, fill=None):
     """A pass of 7 rows, two of them padding, through `rope_and_store_kv`: what went in, what came out, and the pool."""
     paged = Paged.empty(kernels, kv_heads=2, head_dim=head_dim, dtype=dtype, num_blocks=10)
-    paged.pool.data[:] = 0.25
+    paged.pool.write(paged.slots, torch.tensor(0.25))
     batch = RowBatch([RowSegment(0, 2, 3, [5, 3]), RowSegment(3, 9, 2, [9, 9, 7])], 7, paged.block_size)
     fused = random(7, 10 * head_dim, dtype=dtype) * 3
     if fill is not None:
@@ -125,12 +125,13 @@ def test_rotary_embedding_and_kv_store_equal_the_formula_and_the_portable_ones(a
     assert_agree(rotated, portable, rotate(q, table, positions))
     slots = torch.from_numpy(batch.slots)[:5]
     assert slots.tolist() == [22, 23, 12, 29, 30]
-    assert_agree(paged.kv[0][slots], other.kv[0][slots], rotate(k[:5], table, positions[:5]))
-    assert torch.equal(paged.kv[1][slots], v[:5])
+    keys, values = paged.read(slots)
+    assert_agree(keys, other.read(slots)[0], rotate(k[:5], table, positions[:5]))
+    assert torch.equal(values, v[:5])
     written = [*slots.tolist(), PADDING_SLOT]
     untouched = [slot for slot in range(40) if slot not in written]
-    assert (paged.pool.data[:, :, untouched] == 0.25).all()
-    assert (paged.pool.data[:, :, written] != 0.25).any(-1).all()
+    assert (paged.read(untouched) == 0.25).all()
+    assert (paged.read(written) != 0.25).any(-1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,8 +139,9 @@ def test_without_rotary_embedding_everything_is_copied(any_native, dtype):
     (q, k, v), rotated, paged, batch = stored(any_native, dtype, rope=False)
     slots = batch.slots[:5].tolist()
     assert torch.equal(rotated, q)
-    assert torch.equal(paged.kv[0][slots], k[:5])
-    assert torch.equal(paged.kv[1][slots], v[:5])
+    keys, values = paged.read(slots)
+    assert torch.equal(keys, k[:5])
+    assert torch.equal(values, v[:5])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -151,10 +153,10 @@ def test_the_pool_never_holds_an_infinity(any_native, dtype, rope, fill):
     value = largest if fill == "max" else float(fill)
     _, _, paged, batch = stored(any_native, dtype, rope=rope, fill=value)
     _, _, other, _ = stored(PortableKernels(), dtype, rope=rope, fill=value)
-    assert paged.pool.data.isfinite().all()
-    assert torch.equal(paged.pool.data, other.pool.data)
+    assert paged.read(paged.slots).isfinite().all()
+    assert torch.equal(paged.read(paged.slots), other.read(other.slots))
     if fill != "nan":
-        assert (paged.kv[1][batch.slots].abs() == largest).all()
+        assert (paged.read(batch.slots)[1].abs() == largest).all()
 
 
 def rotated_pass(kernels, dtype):
@@ -168,7 +170,7 @@ def rotated_pass(kernels, dtype):
         q, k, v = x.unflatten(1, (6, 32)).split((2, 2, 2), dim=1)
         rotated = kernels.rope_and_store_kv(plan, q, k, v, rope_table(8, 32), paged.kv)
         slots = [(row + 2) * 8 + 7 for row in range(count)]
-        return torch.cat((rotated, paged.kv[0][slots], paged.kv[1][slots]), dim=1).flatten(1)
+        return torch.cat((rotated, *paged.read(slots)), dim=1).flatten(1)
 
     return operation
 

@@ -16,8 +16,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from llm42.kernels.interface import DecoderStack, Kernels, KVPool, PreparedLinear, RowBatch
+from llm42.kernels.interface import DecoderStack, Kernels, PreparedLinear, RowBatch
+from llm42.kernels.kv import KVPool, KVShape
 from llm42.kernels.native import build
+from llm42.kernels.native.kv import StripedKV
 from llm42.kernels.native.layers import NativeStack, PassRows
 from llm42.kernels.native.linears import (
     DTYPES,
@@ -37,10 +39,10 @@ _SIGNATURES: dict[str, list[type]] = {
     "embedding": [_INT, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER],
     "add_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER, _POINTER],
     "rms_norm_heads": [_INT, _POINTER, _POINTER, _FLOAT, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER],
-    "rope_and_store_kv": [_INT, _POINTER, _POINTER, *[_SIZE] * 4, *[_POINTER, _SIZE] * 3, *[_POINTER] * 4],
+    "rope_and_store_kv": [_INT, _POINTER, _POINTER, *[_SIZE] * 4, *[_POINTER, _SIZE] * 3, *[_POINTER] * 3],
     "silu_mul": [_INT, _POINTER, _SIZE, _SIZE, _POINTER],
     "attention": [
-        *[_INT, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER],
+        *[_INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER],
         *[_SIZE, _SIZE, _FLOAT, _POINTER],
     ],
 }
@@ -111,6 +113,9 @@ class NativeKernels(Kernels):
             "machine": platform.machine(),
             **describe(self._linears),
         }
+
+    def new_kv_pool(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> StripedKV:
+        return StripedKV(shape, dtype, device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
         return self._linears_for(weight).prepare_linear(weight, bias)
@@ -191,7 +196,7 @@ class NativeKernels(Kernels):
         k: torch.Tensor,
         v: torch.Tensor,
         rope: torch.Tensor | None,
-        kv: tuple[torch.Tensor, torch.Tensor],
+        kv: torch.Tensor,
     ) -> torch.Tensor:
         rows, heads, head_dim = q.shape
         out = torch.empty((rows, heads, head_dim), dtype=q.dtype)
@@ -210,14 +215,13 @@ class NativeKernels(Kernels):
             v.data_ptr(),
             v.stride(0),
             None if rope is None else rope.data_ptr(),
-            kv[0].data_ptr(),
-            kv[1].data_ptr(),
+            kv.data_ptr(),
             out.data_ptr(),
         )
         return out
 
     def paged_attention(
-        self, plan: _Plan, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float, window: int | None
+        self, plan: _Plan, q: torch.Tensor, kv: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         rows, heads, head_dim = q.shape
         out = torch.empty((rows, heads * head_dim), dtype=q.dtype)
@@ -226,10 +230,9 @@ class NativeKernels(Kernels):
             q.data_ptr(),
             rows,
             q.stride(0),
-            kv[0].data_ptr(),
-            kv[1].data_ptr(),
+            kv.data_ptr(),
             heads,
-            kv[0].shape[1],
+            kv.shape[1],
             head_dim,
             plan.segments.ctypes.data,
             len(plan.segments),

@@ -10,7 +10,8 @@ import ctypes
 
 import torch
 
-from llm42.kernels.interface import DecoderStack, KVPool, PreparedLinear
+from llm42.kernels.interface import DecoderStack, PreparedLinear
+from llm42.kernels.kv import KVPool
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
@@ -31,8 +32,7 @@ class _Layer(ctypes.Structure):
         ("down", _Linear),
         ("rope", _POINTER),
         ("window", _SIZE),
-        ("keys", _POINTER),
-        ("values", _POINTER),
+        ("kv", _POINTER),
     )
 
 
@@ -106,7 +106,6 @@ class NativeStack:
 
 def _layer(stack: DecoderStack, kv: KVPool, index: int) -> _Layer:
     layer = stack.layers[index]
-    keys, values = kv.layer(index)
     return _Layer(
         layer.input_norm.data_ptr(),
         _linear(layer.qkv),
@@ -118,8 +117,7 @@ def _layer(stack: DecoderStack, kv: KVPool, index: int) -> _Layer:
         _linear(layer.down),
         stack.rope.data_ptr() if layer.has_rope else None,
         layer.window or 0,
-        keys.data_ptr(),
-        values.data_ptr(),
+        kv.layer(index).data_ptr(),
     )
 
 

@@ -19,16 +19,15 @@ EXPORT void llm42_add_rms_norm(int dtype, const void* x, const void* residual, c
                                int64_t rows, int64_t size, void* out, void* sum);
 EXPORT void llm42_rms_norm_heads(int dtype, const void* x, const void* weight, float eps, int64_t rows, int64_t ldx,
                                  int64_t heads, int64_t size, void* out);
-// `rope` is [positions][2][head_dim / 2], or null for layers without rotary embedding.
+// `kv` is a layer's memory, as in kv.h; `rope` is [positions][2][head_dim / 2], or null for layers without rotary embedding.
 EXPORT void llm42_rope_and_store_kv(int dtype, const int64_t* positions, const int64_t* slots, int64_t rows,
                                     int64_t heads, int64_t kv_heads, int64_t head_dim, const void* q, int64_t ldq,
                                     const void* k, int64_t ldk, const void* v, int64_t ldv, const float* rope,
-                                    void* keys, void* values, void* q_out);
+                                    void* kv, void* q_out);
 // `segments` is [num_segments][4]: first row, position of the first row, rows, and where its page table begins in
 // `blocks`. Rows of no segment (padding) get zeros; `window` 0 is none.
-EXPORT void llm42_attention(int dtype, const void* q, int64_t rows, int64_t ldq, const void* keys, const void* values,
-                            int64_t heads, int64_t kv_heads, int64_t head_dim, const int64_t* segments,
-                            int64_t num_segments, const int32_t* blocks, int64_t block_size, int64_t window, float scale,
-                            void* out);
+EXPORT void llm42_attention(int dtype, const void* q, int64_t rows, int64_t ldq, const void* kv, int64_t heads,
+                            int64_t kv_heads, int64_t head_dim, const int64_t* segments, int64_t num_segments,
+                            const int32_t* blocks, int64_t block_size, int64_t window, float scale, void* out);
 EXPORT void llm42_silu_mul(int dtype, const void* gate_up, int64_t rows, int64_t size, void* out);
 }

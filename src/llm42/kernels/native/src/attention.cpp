@@ -2,10 +2,9 @@
 //
 // Invariant: what makes up a row's result, and in which order, follows from its position and the window alone. Keys
 // come in tiles of kKeyTile positions, counted from position 0, and each query takes them in order (attention_tile.h).
-// Positions past the row, or outside its window, have no part in it. Rows of a segment share nothing but the tile's
-// keys and values, brought into a form for arithmetic once for all of them.
+// Positions past the row, or outside its window, have no part in it. Keys and values are read where they are stored
+// (kv.h), in any number of rows; only those of blocks that are not whole stripes are copied, tile by tile.
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "attention_tile.h"
@@ -14,7 +13,7 @@
 namespace llm42 {
 namespace {
 
-constexpr int kRowTile = 16;     // rows of a segment that share a tile of keys and values
+constexpr int kRowTile = 16;        // rows of a segment that a thread takes together
 constexpr int kMergedQueries = 48;  // an item takes all heads together up to so many queries
 
 struct Segment {
@@ -22,12 +21,10 @@ struct Segment {
   const int32_t* blocks;
 };
 
-struct Shape {
-  int64_t heads, kv_heads, head_dim, block_size, window;  // window 0: none
-  int64_t kv_stride;  // elements between two slots
+struct Shape : KVShape {
+  int64_t heads, block_size, window;  // window 0: none
   float scale;
   int64_t group() const { return heads / kv_heads; }
-  int64_t padded_dim() const { return round_up(head_dim, kLanes); }
   int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
 
@@ -43,46 +40,35 @@ template <class T>
 struct Attention {
   const T* q;  // [rows][heads][head_dim] at stride ldq
   int64_t ldq;
-  const T* keys;
-  const T* values;  // [slots][kv_heads][head_dim]
+  const T* kv;  // as in kv.h
   T* out;  // [rows][heads * head_dim]
   Shape shape;
 
-  // Memory of a work item: a tile of keys and one of values, and the queries.
-  int64_t q_size() const { return round_up((shape.head_dim + Factors<T>::kStep - 1) / Factors<T>::kStep, kLanes); }
+  // Memory of a work item: its queries, and a tile of keys and values that are not in stripes.
   int64_t max_queries() const { return std::max<int64_t>(kRowTile * shape.group(), kMergedQueries); }
-  int64_t tile_size() const { return kKeyTile * (q_size() + shape.padded_dim()); }
+  bool is_in_stripes() const { return shape.block_size % kStripe == 0; }
   int64_t scratch_size() const {
-    return round_up(tile_size() + max_queries() * (q_size() + shape.padded_dim() + kLanes + 1), kLanes);
-  }
-
-  // Bytes before the keys (and values) of the positions begin..end of a head, in its own memory; at most a tile of them.
-  int64_t locate(const Segment& segment, int64_t begin, int64_t end, int64_t* places) const {
-    const int64_t slot_bytes = shape.kv_stride * int64_t{sizeof(T)};
-    for (int64_t position = begin; position < end;) {
-      const int64_t page = position / shape.block_size, page_end = std::min((page + 1) * shape.block_size, end);
-      int64_t place = (segment.blocks[page] * shape.block_size + position - page * shape.block_size) * slot_bytes;
-      for (; position < page_end; ++position, place += slot_bytes) *places++ = place;
-    }
-    return std::max<int64_t>(0, end - begin);
+    const int64_t numbers = is_in_stripes() ? 0 : kTileStripes * shape.stripe_size();
+    return round_up(max_queries() * (2 * shape.dim() + kLanes + 1), kLanes) + round_up(numbers, kStripe);
   }
 
   // The item's queries before the first tile.
   Queries<T> begin(const Item& item, float* memory, int64_t* positions) const {
-    const int64_t dim = shape.padded_dim(), count = item.num_heads * item.count * shape.group();
-    float* q_factors = memory;
-    float* results = q_factors + count * q_size();
+    constexpr int64_t kFactor = Factors<T>::kStep;
+    const int64_t dim = shape.dim(), count = item.num_heads * item.count * shape.group();
+    float* results = memory;
     float* totals = results + count * dim;
-    float* highest = totals + count * kLanes;
+    float* q_factors = totals + count * kLanes;
+    float* highest = q_factors + count * dim;
     std::fill(results, highest, 0.0f);
-    std::fill(highest, highest + count, -std::numeric_limits<float>::max());
     for (int64_t i = 0; i < count; ++i) {
       positions[i] = item.segment->start + row_of(item, i) - item.segment->row;
       const T* from = q + row_of(item, i) * ldq + head_of(item, i) * shape.head_dim;
-      for (int64_t f = 0; f < q_size(); f += kLanes)
-        store(q_factors + i * q_size() + f, load_factors(from, f, shape.head_dim));
+      for (int64_t f = 0; f * kFactor < shape.head_dim; f += kLanes)
+        store(q_factors + i * (dim / kFactor) + f, load_factors(from, f, shape.head_dim));
     }
-    return {reinterpret_cast<const Factor<T>*>(q_factors), positions, highest, totals, results, q_size(), dim};
+    std::fill(highest, highest + count, -std::numeric_limits<float>::max());  // now: a vector may have reached this far
+    return {reinterpret_cast<const Factor<T>*>(q_factors), positions, highest, totals, results, dim};
   }
 
   // The item's results after the last tile.
@@ -96,44 +82,73 @@ struct Attention {
     }
   }
 
-  // Where the keys of an item's next tile lie, from position `start` on, and how many there are.
-  int64_t locate_tile(const Item& item, int64_t start, int64_t* places) const {
-    return locate(*item.segment, start, std::min(start + kKeyTile, item.stop()), places);
+  int64_t slot_of(const Segment& segment, int64_t position) const {
+    return segment.blocks[position / shape.block_size] * shape.block_size + position % shape.block_size;
   }
+  const T* stripe(int64_t slot) const { return kv + slot / kStripe * shape.stripe_size(); }
+
+  // The stripes of the item's tile from position `start` on: where they are, ...
+  int64_t stored_stripes(const Item& item, int64_t start, const T** stripes) const {
+    int64_t count = 0;
+    for (int64_t at = start; at < std::min(start + kKeyTile, item.stop()); at += kStripe)
+      stripes[count++] = stripe(slot_of(*item.segment, at));
+    return count;
+  }
+  // ... or, of blocks that are not made of stripes, where they are copied to.
+  int64_t copied_stripes(const Item& item, int64_t start, T* memory, const T** stripes) const {
+    const int64_t stop = std::min(start + kKeyTile, item.stop());
+    for (int64_t position = start; position < stop; ++position) {
+      const int64_t slot = slot_of(*item.segment, position), to_slot = (position - start) % kStripe;
+      for (int64_t head = item.kv_head; head < item.kv_head + item.num_heads; ++head) {
+        const HeadStripe<const T> from(stripe(slot) + head * shape.head_size(), shape);
+        const HeadStripe<T> to(memory + (position - start) / kStripe * shape.stripe_size() + head * shape.head_size(), shape);
+        for (int64_t d = 0; d < shape.dim(); ++d) {
+          to.key(d, to_slot) = from.key(d, slot % kStripe);
+          to.value(d, to_slot) = from.value(d, slot % kStripe);
+        }
+      }
+    }
+    const int64_t count = (stop - start + kStripe - 1) / kStripe;
+    for (int64_t i = 0; i < count; ++i) stripes[i] = memory + i * shape.stripe_size();
+    return count;
+  }
+
   int64_t first_tile(const Item& item) const { return shape.first_visible(item.start()) / kKeyTile * kKeyTile; }
+
+  // What is read after the item's tile from `start` on: its next one, or the first of the follower.
+  Upcoming upcoming(const Item& item, int64_t start, const Item* follower) const {
+    const bool is_last = start + kKeyTile >= item.stop();
+    if (!is_in_stripes() || (is_last && follower == nullptr)) return {};
+    const Item& then = is_last ? *follower : item;
+    const T* stripes[kTileStripes];
+    Upcoming next{};
+    next.count = stored_stripes(then, is_last ? first_tile(then) : start + kKeyTile, stripes);
+    next.bytes = then.num_heads * shape.head_size() * int64_t{sizeof(T)};
+    for (int64_t i = 0; i < next.count; ++i)
+      next.runs[i] = reinterpret_cast<const char*>(stripes[i] + then.kv_head * shape.head_size());
+    return next;
+  }
 
   // `follower` is what the thread will probably do next, or null.
   void run(const Item& item, const Item* follower, float* memory, int64_t* positions) const {
-    const Queries<T> queries = begin(item, memory + tile_size(), positions);
-    Factor<T>* k = reinterpret_cast<Factor<T>*>(memory);
-    float* v = memory + kKeyTile * q_size();
-    const int64_t per_head = item.count * shape.group(), head_bytes = shape.head_dim * int64_t{sizeof(T)};
-    const bool is_stored = per_head <= kValueQueries && shape.head_dim % kLanes == 0;
-    int64_t places[2][kKeyTile], *here = places[0], *next = places[1];
-    int64_t start = first_tile(item), size = locate_tile(item, start, here);
-    for (; start < item.stop(); start += kKeyTile, std::swap(here, next)) {
-      const Item* then = start + kKeyTile < item.stop() ? &item : follower;
-      const int64_t next_size = then ? locate_tile(*then, then == &item ? start + kKeyTile : first_tile(*then), next) : 0;
+    const Queries<T> queries = begin(item, memory, positions);
+    T* copies = reinterpret_cast<T*>(memory + round_up(max_queries() * (2 * shape.dim() + kLanes + 1), kLanes));
+    const int64_t per_head = item.count * shape.group();
+    for (int64_t start = first_tile(item); start < item.stop(); start += kKeyTile) {
+      const T* stripes[kTileStripes];
+      const int64_t count =
+          is_in_stripes() ? stored_stripes(item, start, stripes) : copied_stripes(item, start, copies, stripes);
+      Upcoming next = upcoming(item, start, follower);
       for (int64_t head = 0; head < item.num_heads; ++head) {
-        const char* of_keys = reinterpret_cast<const char*>(keys) + (item.kv_head + head) * head_bytes;
-        const char* of_values = reinterpret_cast<const char*>(values) + (item.kv_head + head) * head_bytes;
-        const int64_t moved = then ? (then->kv_head - item.kv_head) * head_bytes : 0;
-        Upcoming upcoming{of_keys + moved, of_values + moved, next, next_size, head_bytes};
-        pack_keys<T>(of_keys, here, size, shape.head_dim, q_size(), k, upcoming);
-        auto add = [&](const auto& tile_values) {
-          for (int64_t i = 0; i < per_head; i += kBlockQueries)
-            add_tile(queries.from(head * per_head + i), std::min<int64_t>(kBlockQueries, per_head - i),
-                     [&](int64_t position) { return shape.first_visible(position); }, start, shape.scale, k, tile_values,
-                     upcoming);
-        };
-        if (is_stored) {
-          add(StoredValues<T>{of_values, here});
-        } else {
-          widen_values<T>(of_values, here, size, shape.head_dim, queries.dim, v, upcoming);
-          add(WideValues{v, queries.dim});
+        HeadTile<T> tile;
+        for (int64_t i = 0; i < kTileStripes; ++i) {  // a stripe too few is read in place of one, and has no weight
+          const HeadStripe<const T> of(stripes[std::min(i, count - 1)] + (item.kv_head + head) * shape.head_size(), shape);
+          tile.keys[i] = of.keys, tile.values[i] = of.values;
         }
+        for (int64_t i = 0; i < per_head; i += kBlockQueries)
+          add_tile(queries.from(head * per_head + i), std::min<int64_t>(kBlockQueries, per_head - i),
+                   [&](int64_t position) { return shape.first_visible(position); }, start, shape.scale, tile, next);
       }
-      size = next_size;
     }
     end(item, queries);
   }
@@ -182,10 +197,9 @@ void attention(const Attention<T>& work, const std::vector<Segment>& segments) {
 
 using namespace llm42;
 
-extern "C" void llm42_attention(int dtype, const void* q, int64_t rows, int64_t ldq, const void* keys,
-                                const void* values, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                const int64_t* segments, int64_t num_segments, const int32_t* blocks,
-                                int64_t block_size, int64_t window, float scale, void* out) {
+extern "C" void llm42_attention(int dtype, const void* q, int64_t rows, int64_t ldq, const void* kv, int64_t heads,
+                                int64_t kv_heads, int64_t head_dim, const int64_t* segments, int64_t num_segments,
+                                const int32_t* blocks, int64_t block_size, int64_t window, float scale, void* out) {
   std::vector<Segment> list;
   int64_t used = 0;
   for (int64_t i = 0; i < num_segments; ++i) {
@@ -193,13 +207,11 @@ extern "C" void llm42_attention(int dtype, const void* q, int64_t rows, int64_t 
     list.push_back({s[0], s[1], s[2], blocks + s[3]});
     used = std::max(used, s[0] + s[2]);
   }
-  const Shape shape{heads, kv_heads, head_dim, block_size, window, kv_heads * head_dim, scale};
+  const Shape shape{{kv_heads, head_dim}, heads, block_size, window, scale};
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
     T* to = static_cast<T*>(out);
     std::memset(static_cast<void*>(to + used * heads * head_dim), 0, (rows - used) * heads * head_dim * sizeof(T));
-    attention(Attention<T>{static_cast<const T*>(q), ldq, static_cast<const T*>(keys), static_cast<const T*>(values), to,
-                           shape},
-              list);
+    attention(Attention<T>{static_cast<const T*>(q), ldq, static_cast<const T*>(kv), to, shape}, list);
   });
 }

@@ -31,8 +31,7 @@ struct Llm42Layer {
   LinearWeights gate_up, down;
   const float* rope;  // null: no rotary embedding
   int64_t window;     // 0: none
-  void* keys;
-  void* values;
+  void* kv;
 };
 
 struct Llm42Stack {
@@ -101,9 +100,9 @@ extern "C" EXPORT void llm42_layers(const Llm42Stack* s, const Llm42Pass* pass, 
       q = q_normed, k = k_normed, ldq = q_width, ldk = kv_width;
     }
     llm42_rope_and_store_kv(dtype, pass->positions, pass->slots, rows, s->heads, s->kv_heads, s->head_dim, q, ldq, k, ldk,
-                            v, qkv_width, layer.rope, layer.keys, layer.values, q_rotated);
-    llm42_attention(dtype, q_rotated, rows, q_width, layer.keys, layer.values, s->heads, s->kv_heads, s->head_dim,
-                    pass->segments, pass->num_segments, pass->blocks, s->block_size, layer.window, s->scale, attended);
+                            v, qkv_width, layer.rope, layer.kv, q_rotated);
+    llm42_attention(dtype, q_rotated, rows, q_width, layer.kv, s->heads, s->kv_heads, s->head_dim, pass->segments,
+                    pass->num_segments, pass->blocks, s->block_size, layer.window, s->scale, attended);
     apply(dtype, layer.o, attended, rows, branch);
     add_norm(layer.post_attention_norm, normed);
     apply(dtype, layer.gate_up, normed, rows, gate_up);

@@ -5,98 +5,62 @@
 // rows there are, how they are tiled and which thread does it changes the order of different outputs' work and never of
 // one: all row counts are one shape class, at any number of threads.
 //
-// Weights are packed once, into panels of kLanes outputs: [panel][k][lane]. 16-bit brain floats lie in pairs of k, so
-// that a 32-bit lane holds two: what AVX512-BF16 multiplies, and what one shift or mask widens elsewhere.
+// Weights are packed once, into panels of kLanes outputs (panels.h).
 #include <algorithm>
 #include <vector>
 
 #include "common.h"
-#include "simd.h"
+#include "panels.h"
+#include "shares.h"
+#include "upcoming.h"
 
 namespace llm42 {
 namespace {
 
 constexpr int64_t kDepth = 640;     // k per block: two panels and a tile of rows stay near the first-level cache
-constexpr int64_t kRowBlock = 128;  // rows whose inputs stay in the second-level cache
-// From so many tiles of rows on, two panels of weights are widened before the tiles and not in their inner loop, which
-// has no registers to spare: twice as fast for many rows.
-constexpr int64_t kWidenTiles = 3;
+constexpr int64_t kRowBlock = 128;  // rows whose inputs of a block stay in the second-level cache
+constexpr int64_t kPanelsTogether = 8;
 #if defined(__AVX512F__)
 constexpr int kMaxTile = 14, kFewRows = 6;  // x 2 or 4 vectors: accumulators of 32 registers
 #else
 constexpr int kMaxTile = 6, kFewRows = 3;  // of 16 registers
 #endif
 
+// Numbers of a panel of weights with so many k, in whole steps.
 template <class T>
-struct Panel {  // [k][lane]
-  static constexpr int64_t kStep = 1;
-  static int64_t size(int64_t k) { return k * kLanes; }  // in units of T
-};
-template <>
-struct Panel<BFloat16> {  // [k / 2][lane][2]
-  static constexpr int64_t kStep = 2;
-  static int64_t size(int64_t k) { return (k + 1) / 2 * 2 * kLanes; }
-};
-
-// Panels of floats from k = 0 on, in the layout of Panel<float>.
-INLINE void widen_panel(const float* w, int64_t depth, float* to) { std::memcpy(to, w, depth * kLanes * sizeof(float)); }
-INLINE void widen_panel(const Float16* w, int64_t depth, float* to) {
-  for (int64_t k = 0; k < depth; ++k) store(to + k * kLanes, load(w + k * kLanes));
-}
-INLINE void widen_panel(const BFloat16* w, int64_t depth, float* to) {
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
-  for (int64_t k = 0; k < depth; k += 2) {
-    const Word pair = load_words(words + k / 2 * kLanes);
-    store(to + k * kLanes, low_half(pair));
-    store(to + (k + 1) * kLanes, high_half(pair));
-  }
+int64_t panel_size(int64_t k) {
+  return round_up(k, Panel<T>::kStep) * kLanes;
 }
 
-template <class T>
-INLINE int64_t place(int64_t k, int64_t lane) {
-  constexpr int64_t step = Panel<T>::kStep;
-  return (k / step * kLanes + lane) * step + k % step;
-}
-
-// acc += x * panels, for x [depth][kRows] and panels of floats or halves ...
+// acc += x * panels, for the kStep k from k on and x [depth][kRows] ...
 template <class T, int kRows, int kPanels>
-INLINE void multiply(const float* x, int64_t, const T* w, int64_t stride, int64_t depth,
-                     Vec (&acc)[kRows][kPanels]) {
-  for (int64_t k = 0; k < depth; ++k) {
+INLINE void multiply_step(const float* x, const T* w, int64_t stride, int64_t k, Vec (&acc)[kRows][kPanels]) {
+  for (int part = 0; part < Panel<T>::kStep; ++part) {
     Vec b[kPanels];
-    for (int p = 0; p < kPanels; ++p) b[p] = load(w + p * stride + k * kLanes);
+    for (int p = 0; p < kPanels; ++p) b[p] = load_part(w + p * stride + k * kLanes, part);
     for (int r = 0; r < kRows; ++r) {
-      const Vec a = set1(x[k * kRows + r]);
+      const Vec a = set1(x[(k + part) * kRows + r]);
       for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
     }
   }
 }
-// ... or of brain floats, which are widened ...
-template <int kRows, int kPanels>
-INLINE void multiply(const float* x, int64_t, const BFloat16* w, int64_t stride, int64_t depth,
-                     Vec (&acc)[kRows][kPanels]) {
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
-  for (int64_t k = 0; k < depth; k += 2) {
-    Word pair[kPanels];
-    for (int p = 0; p < kPanels; ++p) pair[p] = load_words(words + (p * stride + k * kLanes) / 2);
-    Vec b[kPanels];
-    for (int p = 0; p < kPanels; ++p) b[p] = low_half(pair[p]);
-    for (int r = 0; r < kRows; ++r) {
-      const Vec a = set1(x[k * kRows + r]);
-      for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
-    }
-    for (int p = 0; p < kPanels; ++p) b[p] = high_half(pair[p]);
-    for (int r = 0; r < kRows; ++r) {
-      const Vec a = set1(x[(k + 1) * kRows + r]);
-      for (int p = 0; p < kPanels; ++p) acc[r][p] = fma(a, b[p], acc[r][p]);
-    }
+// ... and for all k ...
+template <class T, int kRows, int kPanels>
+INLINE void multiply(const float* x, int64_t, const T* w, int64_t stride, int64_t depth, Vec (&acc)[kRows][kPanels],
+                     Upcoming& upcoming) {
+  constexpr int64_t kBetweenFetches = 4;
+  int64_t k = 0;
+  for (; k + kBetweenFetches <= depth && !upcoming.is_empty(); k += kBetweenFetches) {
+    upcoming.fetch<1>();
+    for (int64_t i = 0; i < kBetweenFetches; i += Panel<T>::kStep) multiply_step(x, w, stride, k + i, acc);
   }
+  for (; k < depth; k += Panel<T>::kStep) multiply_step(x, w, stride, k, acc);
 }
 #if defined(__AVX512BF16__)
 // ... or multiplied as they are, for x [kRows][depth] at stride ldx.
 template <int kRows, int kPanels>
 INLINE void multiply(const BFloat16* x, int64_t ldx, const BFloat16* w, int64_t stride, int64_t depth,
-                     Vec (&acc)[kRows][kPanels]) {
+                     Vec (&acc)[kRows][kPanels], Upcoming&) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(w);
   const BFloat16* rows[(kRows + 2) / 3];  // every third, since an address is one of them plus 0, 1 or 2 strides
   for (int r = 0; r < kRows; r += 3) rows[r / 3] = x + r * ldx;
@@ -123,15 +87,17 @@ struct Tile {
   int64_t ldx, stride, depth;  // stride: of a panel
   float* acc;  // [rows][panels][kLanes]
   bool is_first;
+  Upcoming* upcoming;
 };
 
+// A function of its own, so that the accumulators have all registers to themselves.
 template <int kRows, int kPanels, class X, class T>
-void run_tile(const Tile<X>& tile, const T* w) {
+__attribute__((noinline)) void run_tile(const Tile<X>& tile, const T* w) {
   Vec acc[kRows][kPanels];
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kPanels; ++p)
       acc[r][p] = tile.is_first ? zero() : load(tile.acc + (r * kPanels + p) * kLanes);
-  multiply(tile.x, tile.ldx, w, tile.stride, tile.depth, acc);
+  multiply(tile.x, tile.ldx, w, tile.stride, tile.depth, acc, *tile.upcoming);
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kPanels; ++p) store(tile.acc + (r * kPanels + p) * kLanes, acc[r][p]);
 }
@@ -161,6 +127,18 @@ inline Split tiles_of(int64_t rows) {
   return {rows, (rows + most - 1) / most};
 }
 
+// function(std::integral_constant<int, n>, first) for groups of n of `count` panels, which are multiplied side by side.
+template <class Function>
+void in_groups(int64_t count, int64_t num_rows, Function function) {
+  int64_t i = 0;
+  if (num_rows == 1)
+    for (; i + 8 <= count; i += 8) function(std::integral_constant<int, 8>{}, i);
+  if (is_few(num_rows))
+    for (; i + 4 <= count; i += 4) function(std::integral_constant<int, 4>{}, i);
+  for (; i + 2 <= count; i += 2) function(std::integral_constant<int, 2>{}, i);
+  for (; i < count; ++i) function(std::integral_constant<int, 1>{}, i);
+}
+
 // Inputs as they are multiplied. Packed in fp32: tile after tile, each [k][rows of the tile] ...
 struct PackedInputs {
   float* x;
@@ -184,38 +162,31 @@ struct Linear {
   const T* packed;
   const float* bias;
   T* out;
-  static constexpr bool kMayWiden = kIsPacked<T> && sizeof(T) < sizeof(float);
 
-  // Rows first_row.., outputs of `kPanels` panels from `panel` on.
+  int64_t num_blocks() const { return (padded_k + kDepth - 1) / kDepth; }
+  int64_t depth() const { return round_up((padded_k + num_blocks() - 1) / num_blocks(), 2); }
+
+  // Adds to acc [rows][kPanels][kLanes] what the k from `start` on give to `kPanels` panels from `panel` on.
   template <int kPanels>
-  void group(int64_t panel, int64_t first_row, int64_t num_rows, float* acc, float* wide) const {
-    const int64_t stride = Panel<T>::size(k);
+  void multiply_group(int64_t panel, int64_t start, int64_t first_row, int64_t num_rows, float* acc) const {
+    const int64_t stride = panel_size<T>(k), block = std::min(depth(), padded_k - start);
     const Split tiles = tiles_of(num_rows);
-    const int64_t num_blocks = (padded_k + kDepth - 1) / kDepth;
-    const int64_t depth = ((padded_k + num_blocks - 1) / num_blocks + 1) / 2 * 2;
-    for (int64_t start = 0; start < padded_k; start += depth) {
-      const T* w = packed + panel * stride + start * kLanes;
-      const int64_t block = std::min(depth, padded_k - start);
-      const bool is_widened = kMayWiden && kPanels <= 2 && tiles.pieces >= kWidenTiles;
-      if (is_widened)
-        for (int p = 0; p < kPanels; ++p) widen_panel(w + p * stride, block, wide + p * block * kLanes);
-      const Split next{is_widened ? kPanels * block * kLanes * int64_t{sizeof(T)} : 0, tiles.pieces};  // bytes
-      for (int64_t t = 0; t < tiles.pieces; ++t) {
-        // The next panels come from memory while these are worked on.
-        for (int64_t byte = next.begin(t) / 64 * 64; byte < next.begin(t + 1); byte += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(w + kPanels * stride) + byte, 0, 2);
-        const int64_t first = tiles.begin(t), height = tiles.size(t);
-        const auto* from = inputs.tile(first_row + first, height, start);
-        float* to = acc + first * kPanels * kLanes;
-        if constexpr (kMayWiden)
-          if (is_widened) {
-            run_rows<kPanels>(int(height), Tile<float>{from, 0, block * kLanes, block, to, start == 0}, wide);
-            continue;
-          }
-        using X = std::decay_t<decltype(*from)>;
-        run_rows<kPanels>(int(height), Tile<X>{from, inputs.ldx, stride, block, to, start == 0}, w);
-      }
+    const T* w = packed + panel * stride + start * kLanes;
+    // The next panels; for few rows, where many are read side by side, the processor does better by itself.
+    Upcoming upcoming{{}, is_few(num_rows) ? 0 : std::min(kPanels, Upcoming::kMost), block * kLanes * int64_t{sizeof(T)}};
+    for (int64_t p = 0; p < upcoming.count; ++p)
+      upcoming.runs[p] = reinterpret_cast<const char*>(w + (kPanels + p) * stride);
+    for (int64_t t = 0; t < tiles.pieces; ++t) {
+      const int64_t first = tiles.begin(t), height = tiles.size(t);
+      const auto* from = inputs.tile(first_row + first, height, start);
+      const Tile<std::decay_t<decltype(*from)>> tile{
+          from, inputs.ldx, stride, block, acc + first * kPanels * kLanes, start == 0, &upcoming};
+      run_rows<kPanels>(int(height), tile, w);
     }
+  }
+
+  template <int kPanels>
+  void store_group(int64_t panel, int64_t first_row, int64_t num_rows, const float* acc) const {
     for (int64_t r = 0; r < num_rows; ++r)
       for (int p = 0; p < kPanels; ++p) {
         const int64_t column = (panel + p) * kLanes;
@@ -226,17 +197,20 @@ struct Linear {
       }
   }
 
-  // Outputs of the panels begin..end for `num_rows` rows.
+  // Outputs of the panels begin..end for `num_rows` rows. The rows' inputs of a block of k are used for some panels
+  // before those of the next one, since all of them may be more than the second-level cache holds.
   void panels(int64_t begin, int64_t end, int64_t row, int64_t num_rows) const {
-    alignas(64) float acc[2 * kRowBlock * kLanes];
-    alignas(64) float wide[kMayWiden ? 2 * (kDepth + 2) * kLanes : 1];
-    int64_t panel = begin;
-    if (num_rows == 1)
-      for (; panel + 8 <= end; panel += 8) group<8>(panel, row, num_rows, acc, wide);
-    if (is_few(num_rows))
-      for (; panel + 4 <= end; panel += 4) group<4>(panel, row, num_rows, acc, wide);
-    for (; panel + 2 <= end; panel += 2) group<2>(panel, row, num_rows, acc, wide);
-    for (; panel < end; ++panel) group<1>(panel, row, num_rows, acc, wide);
+    alignas(64) float acc[kPanelsTogether * kRowBlock * kLanes];
+    for (int64_t first = begin; first < end; first += kPanelsTogether) {
+      const int64_t count = std::min<int64_t>(kPanelsTogether, end - first);
+      for (int64_t start = 0; start < padded_k; start += depth())
+        in_groups(count, num_rows, [&](auto size, int64_t i) {
+          multiply_group<size.value>(first + i, start, row, num_rows, acc + i * num_rows * kLanes);
+        });
+      in_groups(count, num_rows, [&](auto size, int64_t i) {
+        store_group<size.value>(first + i, row, num_rows, acc + i * num_rows * kLanes);
+      });
+    }
   }
 };
 
@@ -286,7 +260,7 @@ void pack_inputs(const T* x, int64_t ldx, int64_t k, const Split& blocks, const 
 
 template <class T>
 void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, int64_t k, const float* bias, T* out) {
-  const int64_t padded_k = (k + Panel<T>::kStep - 1) / Panel<T>::kStep * Panel<T>::kStep;
+  const int64_t padded_k = round_up(k, Panel<T>::kStep);
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
   Linear<T> work{{}, k, padded_k, n, packed, bias, out};
   if constexpr (kIsPacked<T>) {
@@ -302,12 +276,11 @@ void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, i
   const Split blocks = blocks_of(rows);
   const int64_t chunk = std::max<int64_t>((is_few(rows) ? 64 : 32) / kLanes, num_panels / 256 / 8 * 8);
   const int64_t num_chunks = (num_panels + chunk - 1) / chunk;
+  Shares shares(blocks.pieces * num_chunks, omp_get_max_threads());
 #pragma omp parallel
   {
     if constexpr (kIsPacked<T>) pack_inputs(x, ldx, k, blocks, work.inputs);
-    // Small pieces, taken as they come: a thread that the system holds up does not hold up the others.
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t piece = 0; piece < blocks.pieces * num_chunks; ++piece) {
+    for (int64_t piece; (piece = shares.take(int(thread_index()))) >= 0;) {
       const int64_t block = piece / num_chunks, begin = piece % num_chunks * chunk;
       work.panels(begin, std::min(begin + chunk, num_panels), blocks.begin(block), blocks.size(block));
     }
@@ -316,21 +289,21 @@ void linear(const T* x, int64_t rows, int64_t ldx, const T* packed, int64_t n, i
 
 template <class T>
 void pack(const T* weight, int64_t n, int64_t k, T* packed) {
-  const int64_t stride = Panel<T>::size(k), num_panels = (n + kLanes - 1) / kLanes;
+  const int64_t stride = panel_size<T>(k), num_panels = (n + kLanes - 1) / kLanes;
 #pragma omp parallel for schedule(static)
   for (int64_t panel = 0; panel < num_panels; ++panel) {
     T* to = packed + panel * stride;
     std::memset(static_cast<void*>(to), 0, stride * sizeof(T));
     for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, n - panel * kLanes); ++lane)
-      for (int64_t i = 0; i < k; ++i) to[place<T>(i, lane)] = weight[(panel * kLanes + lane) * k + i];
+      for (int64_t i = 0; i < k; ++i) to[place<T>(i, lane, kLanes)] = weight[(panel * kLanes + lane) * k + i];
   }
 }
 
 template <class T>
 void embedding(const int64_t* ids, int64_t rows, const T* packed, int64_t k, T* out) {
   for (int64_t row = 0; row < rows; ++row) {
-    const T* from = packed + ids[row] / kLanes * Panel<T>::size(k);
-    for (int64_t i = 0; i < k; ++i) out[row * k + i] = from[place<T>(i, ids[row] % kLanes)];
+    const T* from = packed + ids[row] / kLanes * panel_size<T>(k);
+    for (int64_t i = 0; i < k; ++i) out[row * k + i] = from[place<T>(i, ids[row] % kLanes, kLanes)];
   }
 }
 
@@ -341,7 +314,7 @@ using namespace llm42;
 
 extern "C" int64_t llm42_packed_size(int dtype, int64_t n, int64_t k) {
   const int64_t num_panels = (n + kLanes - 1) / kLanes;
-  return num_panels * dispatch(dtype, [&](auto type) { return Panel<decltype(type)>::size(k); });
+  return num_panels * dispatch(dtype, [&](auto type) { return panel_size<decltype(type)>(k); });
 }
 
 extern "C" void llm42_pack(int dtype, const void* weight, int64_t n, int64_t k, void* packed) {

@@ -3,8 +3,10 @@
 // Invariant: each row is worked on alone, from its first feature to its last, with sums in one fixed order; the threads
 // share out rows.
 #include <algorithm>
+#include <vector>
 
 #include "common.h"
+#include "kv.h"
 #include "simd.h"
 
 namespace llm42 {
@@ -96,22 +98,34 @@ struct Rows {
 
 template <class T>
 void rope_and_store_kv(const Rows& r, const T* q, int64_t ldq, const T* k, int64_t ldk, const T* v, int64_t ldv,
-                       const float* rope, T* keys, T* values, T* q_out) {
-  const int64_t dim = r.head_dim, half = dim / 2;
-#pragma omp parallel for schedule(static) if (r.rows * r.heads * dim >= kWorthThreads)
-  for (int64_t row = 0; row < r.rows; ++row) {
-    const float* cos = rope == nullptr ? nullptr : rope + r.positions[row] * dim;
-    T* q_to = q_out + row * r.heads * dim;
-    T* k_to = keys + r.slots[row] * r.kv_heads * dim;
-    if (rope == nullptr) {
-      std::memcpy(static_cast<void*>(q_to), q + row * ldq, r.heads * dim * sizeof(T));
-      store_finite(k + row * ldk, r.kv_heads * dim, k_to);
-    } else {
-      for (int64_t h = 0; h < r.heads; ++h) rotate(q + row * ldq + h * dim, cos, cos + half, half, q_to + h * dim);
-      for (int64_t h = 0; h < r.kv_heads; ++h) rotate(k + row * ldk + h * dim, cos, cos + half, half, k_to + h * dim);
-      store_finite(k_to, r.kv_heads * dim, k_to);
+                       const float* rope, T* kv, T* q_out) {
+  const KVShape shape{r.kv_heads, r.head_dim};
+  const int64_t dim = r.head_dim, half = dim / 2, kv_width = r.kv_heads * dim;
+#pragma omp parallel if (r.rows * r.heads * dim >= kWorthThreads)
+  {
+    std::vector<T> keys(kv_width), values(kv_width);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < r.rows; ++row) {
+      T* q_to = q_out + row * r.heads * dim;
+      if (rope == nullptr) {
+        std::memcpy(static_cast<void*>(q_to), q + row * ldq, r.heads * dim * sizeof(T));
+        store_finite(k + row * ldk, kv_width, keys.data());
+      } else {
+        const float* cos = rope + r.positions[row] * dim;
+        for (int64_t h = 0; h < r.heads; ++h) rotate(q + row * ldq + h * dim, cos, cos + half, half, q_to + h * dim);
+        for (int64_t h = 0; h < r.kv_heads; ++h)
+          rotate(k + row * ldk + h * dim, cos, cos + half, half, keys.data() + h * dim);
+        store_finite(keys.data(), kv_width, keys.data());
+      }
+      store_finite(v + row * ldv, kv_width, values.data());
+      const int64_t slot = r.slots[row] % kStripe;
+      T* stripe = kv + r.slots[row] / kStripe * shape.stripe_size();
+      for (int64_t h = 0; h < r.kv_heads; ++h) {
+        const HeadStripe<T> to(stripe + h * shape.head_size(), shape);
+        for (int64_t d = 0; d < dim; ++d) to.key(d, slot) = keys[h * dim + d];
+        for (int64_t d = 0; d < dim; ++d) to.value(d, slot) = values[h * dim + d];
+      }
     }
-    store_finite(v + row * ldv, r.kv_heads * dim, values + r.slots[row] * r.kv_heads * dim);
   }
 }
 
@@ -156,12 +170,12 @@ extern "C" void llm42_rms_norm_heads(int dtype, const void* x, const void* weigh
 extern "C" void llm42_rope_and_store_kv(int dtype, const int64_t* positions, const int64_t* slots, int64_t rows,
                                         int64_t heads, int64_t kv_heads, int64_t head_dim, const void* q, int64_t ldq,
                                         const void* k, int64_t ldk, const void* v, int64_t ldv, const float* rope,
-                                        void* keys, void* values, void* q_out) {
+                                        void* kv, void* q_out) {
   dispatch(dtype, [&](auto type) {
     using T = decltype(type);
     rope_and_store_kv(Rows{positions, slots, rows, heads, kv_heads, head_dim}, static_cast<const T*>(q), ldq,
-                      static_cast<const T*>(k), ldk, static_cast<const T*>(v), ldv, rope, static_cast<T*>(keys),
-                      static_cast<T*>(values), static_cast<T*>(q_out));
+                      static_cast<const T*>(k), ldk, static_cast<const T*>(v), ldv, rope, static_cast<T*>(kv),
+                      static_cast<T*>(q_out));
   });
 }
 
