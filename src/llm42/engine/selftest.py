@@ -1,8 +1,8 @@
 """The start-up self-test: do the kernels keep the promises that determinism rests on, on the loaded weights?
 
 It compares the bits of whole canonical passes: one sequence at several row counts of the class, at other row indices,
-in other pages, in other chunks, among padding, many short or few long hostile neighbours, and repeated. The linear
-layers by themselves are the atlas's business.
+in other pages of another size, in other chunks, among padding, many short or few long hostile neighbours, and repeated.
+The linear layers by themselves are the atlas's business.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from llm42.protocol import ShapeClass
 _HUGE = 1.0e4
 PROBE_LENGTH = 13
 _ROW_COUNTS = (24, 64)
-_BLOCK_SIZE = 4
+_SMALL, _USUAL = 4, 16
+"""Block sizes: kernels may read blocks of a handful of positions in another way than those of the default size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class _Layout:
     """How many of its rows each pass carries."""
     offset: int
     """Index of its first row in the pass."""
+    block_size: int
     pages: tuple[int, ...]
     """Its blocks, in the order of its positions."""
     neighbour_length: int
@@ -46,13 +48,13 @@ def self_test(decoder: Decoder, canonical: ShapeClass) -> str | None:
     counts = sorted({canonical.pad(min(rows, canonical.largest)) for rows in (length, *_ROW_COUNTS)})
     halves = (length - length // 2, length // 2)
     probe = _Probe(decoder, length, counts[-1])
-    straight = tuple(range(1, probe.num_pages + 1))
-    layouts = [_Layout(counts[0], (length,), 0, straight, 0), _Layout(counts[0], (length,), 0, straight, 0)]
+    straight = probe.pages(_SMALL)
+    layouts = [_Layout(counts[0], (length,), 0, _SMALL, straight, 0)] * 2
     for rows in counts:
-        pages = tuple(page + 3 for page in reversed(straight))
-        layouts.append(_Layout(rows, (length,), rows - length, pages, 1))
-    rows = counts[len(counts) // 2]
-    layouts.append(_Layout(rows, halves if length > 1 else (1,), rows // 3, straight[::2] + straight[1::2], rows))
+        pages = tuple(page + 3 for page in reversed(probe.pages(_USUAL)))
+        layouts.append(_Layout(rows, (length,), rows - length, _USUAL, pages, 1))
+    rows, chunks = counts[len(counts) // 2], halves if length > 1 else (1,)
+    layouts.append(_Layout(rows, chunks, rows // 3, _SMALL, straight[::2] + straight[1::2], rows))
     expected, *others = (probe.run(layout) for layout in layouts)
     for layout, hidden in zip(layouts[1:], others, strict=True):
         if not torch.equal(hidden, expected):
@@ -72,18 +74,21 @@ class _Probe:
         self._decoder = decoder
         self._start = KEY_TILE - length // 2
         self._tokens = [(7 * position + 3) % decoder.config.vocab_size for position in range(length)]
-        self.num_pages = -(-(self._start + length) // _BLOCK_SIZE)
-        like = decoder.new_kv_pool(self.num_pages, _BLOCK_SIZE).read(torch.arange(self._start))
+        like = decoder.new_kv_pool(1, self._start).read(torch.arange(self._start))
         context = torch.randn(like.shape, generator=torch.Generator().manual_seed(1))
         self._context = context.to(decoder.device, decoder.dtype)
 
+    def pages(self, block_size: int) -> tuple[int, ...]:
+        """As many blocks as the probe takes, in order."""
+        return tuple(range(1, -(-(self._start + len(self._tokens)) // block_size) + 1))
+
     def run(self, layout: _Layout) -> torch.Tensor:
         """The final hidden states of the probe's rows, ``[length, hidden]``."""
-        first_neighbour = max(layout.pages) + 1
+        first_neighbour, size = max(layout.pages) + 1, layout.block_size
         num_pages = first_neighbour + 2 * self._max_rows
-        kv = self._decoder.new_kv_pool(num_pages, _BLOCK_SIZE)
-        kv.write(torch.arange(first_neighbour * _BLOCK_SIZE, num_pages * _BLOCK_SIZE), torch.tensor(_HUGE))
-        slots = torch.tensor(layout.pages)[:, None] * _BLOCK_SIZE + torch.arange(_BLOCK_SIZE)
+        kv = self._decoder.new_kv_pool(num_pages, size)
+        kv.write(torch.arange(first_neighbour * size, num_pages * size), torch.tensor(_HUGE))
+        slots = torch.tensor(layout.pages)[:, None] * size + torch.arange(size)
         kv.write(slots.view(-1)[: self._start], self._context)
         outputs, done = [], 0
         for chunk in layout.chunks:
@@ -93,18 +98,18 @@ class _Probe:
             segments = [RowSegment(offset, self._start + done, chunk, layout.pages)]
             if layout.neighbour_length:
                 for first, stop in ((0, offset), (offset + chunk, layout.rows)):
-                    segments.extend(_neighbours(first, stop, layout.neighbour_length, first_neighbour))
+                    segments.extend(_neighbours(first, stop, layout, first_neighbour))
             segments.sort(key=lambda segment: segment.row)
-            batch = RowBatch(segments, layout.rows, _BLOCK_SIZE)
+            batch = RowBatch(segments, layout.rows, size)
             hidden = self._decoder.forward(ids.to(self._decoder.device), batch, kv)
             outputs.append(hidden[offset : offset + chunk])
             done += chunk
         return torch.cat(outputs)
 
 
-def _neighbours(first: int, stop: int, length: int, first_block: int) -> Iterator[RowSegment]:
+def _neighbours(first: int, stop: int, layout: _Layout, first_block: int) -> Iterator[RowSegment]:
     """Segments for the rows ``first`` to ``stop - 1``, each ending at another position of its own hostile KV."""
-    for row in range(first, stop, length):
-        count = min(length, stop - row)
-        num_blocks = -(-(row % 7 + count) // _BLOCK_SIZE)
+    for row in range(first, stop, layout.neighbour_length):
+        count = min(layout.neighbour_length, stop - row)
+        num_blocks = -(-(row % 7 + count) // layout.block_size)
         yield RowSegment(row, row % 7, count, range(first_block + row, first_block + row + num_blocks))

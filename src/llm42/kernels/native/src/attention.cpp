@@ -46,10 +46,10 @@ struct Attention {
 
   // Memory of a work item: its queries, and a tile of keys and values that are not in stripes.
   int64_t max_queries() const { return std::max<int64_t>(kRowTile * shape.group(), kMergedQueries); }
+  int64_t queries_size() const { return round_up(max_queries() * (2 * shape.dim() + kLanes + 1), kLanes); }
   bool is_in_stripes() const { return shape.block_size % kStripe == 0; }
   int64_t scratch_size() const {
-    const int64_t numbers = is_in_stripes() ? 0 : kTileStripes * shape.stripe_size();
-    return round_up(max_queries() * (2 * shape.dim() + kLanes + 1), kLanes) + round_up(numbers, kStripe);
+    return queries_size() + (is_in_stripes() ? 0 : round_up(kTileStripes * shape.stripe_size(), kLanes));
   }
 
   // The item's queries before the first tile.
@@ -61,13 +61,13 @@ struct Attention {
     float* q_factors = totals + count * kLanes;
     float* highest = q_factors + count * dim;
     std::fill(results, highest, 0.0f);
+    std::fill(highest, highest + count, -std::numeric_limits<float>::max());
     for (int64_t i = 0; i < count; ++i) {
       positions[i] = item.segment->start + row_of(item, i) - item.segment->row;
       const T* from = q + row_of(item, i) * ldq + head_of(item, i) * shape.head_dim;
       for (int64_t f = 0; f * kFactor < shape.head_dim; f += kLanes)
         store(q_factors + i * (dim / kFactor) + f, load_factors(from, f, shape.head_dim));
     }
-    std::fill(highest, highest + count, -std::numeric_limits<float>::max());  // now: a vector may have reached this far
     return {reinterpret_cast<const Factor<T>*>(q_factors), positions, highest, totals, results, dim};
   }
 
@@ -132,7 +132,7 @@ struct Attention {
   // `follower` is what the thread will probably do next, or null.
   void run(const Item& item, const Item* follower, float* memory, int64_t* positions) const {
     const Queries<T> queries = begin(item, memory, positions);
-    T* copies = reinterpret_cast<T*>(memory + round_up(max_queries() * (2 * shape.dim() + kLanes + 1), kLanes));
+    T* copies = reinterpret_cast<T*>(memory + queries_size());
     const int64_t per_head = item.count * shape.group();
     for (int64_t start = first_tile(item); start < item.stop(); start += kKeyTile) {
       const T* stripes[kTileStripes];

@@ -79,7 +79,7 @@ INLINE void score(const Queries<T>& queries, const HeadTile<T>& tile, float scal
     for (auto& of : sum)
       for (Vec& x : of) x = zero();
     for (int64_t f = 0, at = 0; f < q_size; f += kParts, at += kStripe * Panel<T>::kStep) {
-      upcoming.fetch<kScoreVectors * kLanes / 16>();
+      upcoming.fetch<std::max(1, kScoreVectors * kLanes / 16)>();
       for (int part = 0; part < kParts; ++part)
         multiply_add(sum, [&](int i) { return set1(queries.q[i * q_size + f + part]); },
                      [&](int v) { return load_factor(keys[v] + at, part); });
